@@ -37,7 +37,7 @@ test *args:
 
 # What takes minutes: every family at full length, kills, full-size experiments. Run it before an issue closes.
 nightly *args:
-    uv run pytest -m nightly --timeout 3600 -o faulthandler_timeout=3900 {{args}}
+    uv run pytest -m nightly --timeout 3600 -o faulthandler_timeout=11100 {{args}}
 
 # The tests that hold what docs/promises.md promises, at full length; writes that page: `just promises`, `just promises daily`
 # (the tests of every day alone), `just promises 6 20` (these, and no page).

@@ -30,7 +30,7 @@ def main(words: Sequence[str]) -> int:
     which = f"promise and not bench and not own_process{' and not nightly' if daily else ''}"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "outcomes.json"
-        long = ["-m", which, "--timeout", "3600", "-o", "faulthandler_timeout=3900"]
+        long = ["-m", which, "--timeout", "3600", "-o", "faulthandler_timeout=11100"]
         command = [sys.executable, "-m", "pytest", "-p", "tests.support.promises", "--promises", str(file)]
         status = subprocess.run([*command, *long, *tests], cwd=ROOT, check=False).returncode
         found = json.loads(file.read_text(encoding="utf-8"))

@@ -7,13 +7,13 @@ from typing import Annotated
 from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Path, Query
 
-from service.api.schemas import AdapterAnswer, AdaptersAnswer, SwitchAnswer
+from service.api.schemas import NUMERAL, AdapterAnswer, AdaptersAnswer, SwitchAnswer
 from service.api.strict import StrictRoute
 from service.core import BARE_DRAFT, AdapterRef, GenerationService, Operator
 
-AdapterId = Annotated[int, Path(alias="id", ge=0, lt=2**63)]
+AdapterId = Annotated[int, Path(alias="id", ge=0, lt=2**63), NUMERAL]
 
-Expected = Annotated[int | None, Query(ge=0, lt=2**63)]
+Expected = Annotated[int | None, Query(ge=0, lt=2**63), NUMERAL]
 
 
 def adapter_routes(service: GenerationService, operator: Operator, threads: CapacityLimiter) -> APIRouter:

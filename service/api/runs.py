@@ -7,15 +7,15 @@ from typing import Annotated
 from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Query
 
-from service.api.schemas import RunAnswer, RunsAnswer
+from service.api.schemas import NUMERAL, RunAnswer, RunsAnswer
 from service.api.strict import StrictRoute
 from service.api.training import RunId
 from service.core import Operator
 
 MAX_RUNS = 100
 
-Limit = Annotated[int, Query(ge=1, le=MAX_RUNS)]
-Before = Annotated[int | None, Query(ge=1, lt=2**63)]
+Limit = Annotated[int, Query(ge=1, le=MAX_RUNS), NUMERAL]
+Before = Annotated[int | None, Query(ge=1, lt=2**63), NUMERAL]
 
 
 def run_routes(operator: Operator, threads: CapacityLimiter) -> APIRouter:

@@ -8,12 +8,12 @@ from typing import Annotated
 from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Header, Path, Query, Response
 
-from service.api.schemas import PracticeAnswer, PracticeRequest, RunAnswer
+from service.api.schemas import NUMERAL, PracticeAnswer, PracticeRequest, RunAnswer
 from service.api.strict import StrictRoute
 from service.core import Operator
 
-RunId = Annotated[int, Path(alias="id", ge=1, lt=2**63)]
-Minutes = Annotated[float | None, Query(gt=0, le=1440)]
+RunId = Annotated[int, Path(alias="id", ge=1, lt=2**63), NUMERAL]
+Minutes = Annotated[float | None, Query(gt=0, le=1440), NUMERAL]
 IdempotencyKey = Annotated[
     str | None, Header(alias="Idempotency-Key", min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+$")
 ]

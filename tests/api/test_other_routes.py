@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -127,6 +128,23 @@ def test_figures_that_are_not_finite_are_sent_as_null(http: httpx.Client, server
 @pytest.mark.parametrize("number", ["0", "-1", "x", "1.5", str(2**63), "9" * 5_000])
 def test_a_run_number_that_cannot_be_is_named(http: httpx.Client, number: str) -> None:
     assert_shape(http.get(f"/train/{number}"), 400, "bad_request", "id")
+
+
+def test_numbers_in_paths_and_queries_have_no_spaces_and_underscores(http: httpx.Client) -> None:
+    tried = set[str]()
+    for path, ways in http.get("/openapi.json").json()["paths"].items():
+        for method, operation in ways.items():
+            for parameter in operation.get("parameters", []):
+                kinds = [kind.get("type") for kind in parameter["schema"].get("anyOf", [parameter["schema"]])]
+                if not {"integer", "number"} & set(kinds) or parameter["in"] not in ("path", "query"):
+                    continue
+                name, in_path = parameter["name"], parameter["in"] == "path"
+                for wrong in ("\r1", "1_0", "1 "):
+                    url = path.replace(f"{{{name}}}", quote(wrong))
+                    answer = http.request(method, url, params=None if in_path else {name: wrong})
+                    assert_shape(answer, 400, "bad_request", name)
+                tried.add(name)
+    assert tried == {"id", "limit", "before", "hours", "practice_minutes", "expected"}
 
 
 def test_an_unknown_run_is_not_found(http: httpx.Client) -> None:

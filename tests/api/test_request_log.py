@@ -12,14 +12,13 @@ from urllib.parse import quote, urlsplit
 import httpx
 import pytest
 
-from service.core import Failed, TrainingRun, Unavailable
+from service.core import Failed, RequestStatus, Unavailable
 from tests.support.echo_engine import (
     LIMITS,
     EchoEngine,
     EchoServer,
     EchoTicket,
     FailingEncoder,
-    InMemoryOperator,
 )
 from tests.support.log_lines import logged
 from tests.support.waiting import until
@@ -199,21 +198,20 @@ def test_no_line_holds_a_text_or_a_name_that_a_client_chose(form: Literal["text"
         assert all(line["event"] and line["timestamp"] and line["level"] for line in lines.objects)
 
 
-class FailingOperator(InMemoryOperator):
-    def run(self, run_id: int) -> TrainingRun:
+class FailingEngine(EchoEngine):
+    def cancel(self, request_id: str) -> RequestStatus:
         raise ValueError(CANARY)
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_no_client_can_write_a_line_of_its_own(form: Literal["text", "json"]) -> None:
-    server = EchoServer(operator=FailingOperator())
+    server = EchoServer(engine=FailingEngine())
     with logged(form) as lines, server.served() as address:
-        # A number may have white space before it.
         odd = {"x-request-id": "an id"}
-        assert httpx.get(f"{address}/train/%0A17", headers=odd).status_code == 500
-        until(lambda: lines.text.count("/train/{id}") == 1)
+        assert httpx.delete(f"{address}/requests/%0A17", headers=odd).status_code == 500
+        until(lambda: lines.text.count("/requests/{id}") == 1)
     assert lines.text.count("failed: ValueError") == 1
-    (error,) = (line for line in lines.text.splitlines() if "GET /train/" in line)
+    (error,) = (line for line in lines.text.splitlines() if "DELETE /requests/" in line)
     assert "\\n17 failed: ValueError" in error
     assert "an id" not in lines.text and CANARY not in lines.text
 

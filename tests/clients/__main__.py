@@ -22,7 +22,7 @@ FOLDER = Path(__file__).parent
 SECONDS = 300
 """Of a client's script, and of each step that makes its environment."""
 EXAMPLES = 250
-"""Requests that schemathesis makes up for each operation; it has a second for each."""
+"""Requests that schemathesis makes up for each operation; it has two seconds for each."""
 SETTINGS: dict[str, dict[str, object]] = {
     "training": {"enabled": False},
     "server": {"model_aliases": ["gpt-4o-mini", "claude-opus-4-8"]},
@@ -103,7 +103,7 @@ def main(names: Sequence[str], examples: int = EXAMPLES) -> int:
             logging.getLogger("asyncio").setLevel(logging.ERROR)
             with EchoServer(limits=UNBOUNDED).served() as address:
                 arguments = [address, str(examples)]
-                results.append(run(SCHEMATHESIS, wanted[SCHEMATHESIS], arguments, folder, SECONDS + examples))
+                results.append(run(SCHEMATHESIS, wanted[SCHEMATHESIS], arguments, folder, SECONDS + 2 * examples))
     return 0 if all(results) else 1
 
 

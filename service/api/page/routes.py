@@ -12,6 +12,7 @@ from service.api.access import still_allowed
 from service.api.page.feed import Feed
 from service.api.page.files import SECURITY
 from service.api.page.schemas import CaseAnswer, CasesAnswer, HistoryAnswer
+from service.api.schemas import NUMERAL
 from service.api.strict import StrictRoute
 from service.core import Disagreement, Encoder, Overview
 
@@ -19,8 +20,8 @@ THREADS = 2
 """Reads of the database at once: many open pages take little from requests."""
 FRESH_SECONDS = 2.0
 """A history is this old at most: it is read once in that time, however many pages are open."""
-Hours = Annotated[int, Query(ge=1, le=24 * 366)]
-Limit = Annotated[int, Query(ge=1, le=100)]
+Hours = Annotated[int, Query(ge=1, le=24 * 366), NUMERAL]
+Limit = Annotated[int, Query(ge=1, le=100), NUMERAL]
 
 
 def page_routes(overview: Overview, encoder: Encoder, feed: Feed) -> APIRouter:
