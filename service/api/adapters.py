@@ -7,8 +7,8 @@ from typing import Annotated
 from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Path, Query
 
-from service.api.schemas import NUMERAL, AdapterAnswer, AdaptersAnswer, SwitchAnswer
-from service.api.strict import StrictRoute
+from service.api.schemas import AdapterAnswer, AdaptersAnswer, SwitchAnswer
+from service.api.strict import NUMERAL, StrictRoute
 from service.core import BARE_DRAFT, AdapterRef, GenerationService, Operator
 
 AdapterId = Annotated[int, Path(alias="id", ge=0, lt=2**63), NUMERAL]

@@ -7,8 +7,8 @@ from typing import Annotated
 from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Query
 
-from service.api.schemas import NUMERAL, RunAnswer, RunsAnswer
-from service.api.strict import StrictRoute
+from service.api.schemas import RunAnswer, RunsAnswer
+from service.api.strict import NUMERAL, StrictRoute
 from service.api.training import RunId
 from service.core import Operator
 

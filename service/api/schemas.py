@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from datetime import datetime
 from typing import Annotated, Any, Literal, cast
 
@@ -24,13 +23,6 @@ def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _numeral(value: object) -> object:
-    """Pydantic alone would take 1_000, and spaces and line ends around a number."""
-    if isinstance(value, str) and re.search(r"[\s_]", value):
-        raise ValueError("has spaces or underscores among its digits")
-    return value
-
-
 Text = Annotated[str, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 Tag = Annotated[str, Field(strict=True, min_length=1, max_length=MAX_TAG_CHARS, pattern=r"^[^\x00-\x1f\x7f]+$")]
@@ -40,8 +32,6 @@ Whole = Annotated[int, Field(strict=True)]
 INTEGRAL = BeforeValidator(_whole)
 """Comes last, so that the schema keeps the bounds."""
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-NUMERAL = BeforeValidator(_numeral)
-"""Of numbers in paths and queries; comes last, as INTEGRAL does."""
 Tokens = Annotated[Whole, Field(ge=1, lt=2**31), INTEGRAL]
 DraftTokens = Annotated[Whole, Field(ge=0, le=64), INTEGRAL]
 StopString = Annotated[str, Field(strict=True, min_length=1, max_length=MAX_STOP_CHARS)]

@@ -1,13 +1,15 @@
-"""Strict parsing of request bodies: JSON that every parser reads in the same way."""
+"""Strict parsing of requests: JSON that every parser reads in the same way, numbers that are digits."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Coroutine
 from typing import Any, Never
 
 from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
+from pydantic import BeforeValidator
 
 from service.api.errors import printable
 from service.core import BadRequest
@@ -45,6 +47,17 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _constant(name: str) -> Never:
     raise BadRequest(f"{name} is not JSON", field="body")
+
+
+def _numeral(value: object) -> object:
+    """Pydantic alone would take 1_000, and spaces and line ends around a number."""
+    if isinstance(value, str) and re.search(r"[\s_]", value):
+        raise ValueError("has spaces or underscores among its digits")
+    return value
+
+
+NUMERAL = BeforeValidator(_numeral)
+"""Of numbers in paths and queries; comes last, so that the schema keeps the bounds."""
 
 
 class StrictRequest(Request):

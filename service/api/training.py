@@ -8,8 +8,8 @@ from typing import Annotated
 from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Header, Path, Query, Response
 
-from service.api.schemas import NUMERAL, PracticeAnswer, PracticeRequest, RunAnswer
-from service.api.strict import StrictRoute
+from service.api.schemas import PracticeAnswer, PracticeRequest, RunAnswer
+from service.api.strict import NUMERAL, StrictRoute
 from service.core import Operator
 
 RunId = Annotated[int, Path(alias="id", ge=1, lt=2**63), NUMERAL]

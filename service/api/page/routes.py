@@ -12,8 +12,7 @@ from service.api.access import still_allowed
 from service.api.page.feed import Feed
 from service.api.page.files import SECURITY
 from service.api.page.schemas import CaseAnswer, CasesAnswer, HistoryAnswer
-from service.api.schemas import NUMERAL
-from service.api.strict import StrictRoute
+from service.api.strict import NUMERAL, StrictRoute
 from service.core import Disagreement, Encoder, Overview
 
 THREADS = 2
