@@ -13,7 +13,7 @@ from service.lifecycle.context import Rules
 from service.models.catalog import general_set, resolve
 from service.models.draft_choice import find_draft
 from service.settings import Settings, earlier_home
-from service.store.access.key_ring import CONFIGURED
+from service.store.access.keys import CONFIGURED
 from service.store.backends.backend import shown, sqlite_path
 from service.store.stores import Stores
 

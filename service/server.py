@@ -307,7 +307,7 @@ class Application:
         """Divides the memory that is free once everything is loaded. Practice that is off now, and turned on later, makes do
         with what is free then. Raises ModelError where nothing is left for keys and values."""
         engine, runs, training = self.settings.engine, self.settings.training, 0
-        if runs.enabled and folders.draft is not None:
+        if runs.enabled and runs.run_here and folders.draft is not None:
             rows, length = runs.batch_size, runs.max_length
             training = training_bytes(folders.target, folders.draft, rows=rows, length=length)
             if self.learning.practice.on:

@@ -249,6 +249,8 @@ class Decoder:
     def forget(self) -> None:
         """Drop what is stored of texts when their requests have ended: cached prefixes, in memory and in files, and what
         look-ups are found in. None of it says whose it is."""
+        # Requests that have ended may still have a row while a round is under way, and would be stored when it leaves.
+        self._complete_pending()
         self.prefixes.forget()
         if self.lookup is not None:
             self.lookup.forget()

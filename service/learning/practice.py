@@ -125,8 +125,8 @@ class PracticeJob(TrainingJob):
         return Learnt(draft, shape, reduced, report)
 
     def _earlier(self) -> Iterator[Piece]:
-        """What earlier runs wrote, newest first. Not what began like a text that was erased since, and not of another length,
-        as another release may have written it."""
+        """What earlier runs wrote, newest first. Not what began like a text that was erased or quarantined since, and not of
+        another length, as another release may have written it."""
         for piece in self.stored.pieces(self.job.run):
             if piece.seeds not in self._earlier_seeds:
                 self._earlier_seeds[piece.seeds] = self._log.named(piece.seeds)

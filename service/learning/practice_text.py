@@ -64,8 +64,8 @@ class PracticeText:
                 continue
             try:
                 yield Piece(int(run), Kind(kind), TargetText.load(path), _seeds(path))
-            except (OSError, ValueError, KeyError, BadZipFile):
-                # Removed meanwhile, or damaged.
+            except (OSError, EOFError, ValueError, KeyError, BadZipFile):
+                # Removed meanwhile, or damaged; empty after a loss of power.
                 continue
 
 

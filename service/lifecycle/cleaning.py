@@ -20,8 +20,8 @@ SWEEP_GRACE_SECONDS = 86_400.0
 
 def clean(context: LifecycleContext, *, child_under_way: bool) -> None:
     """Delete generations beyond what the log may hold, in the background, targets and practice text that are too old or too
-    much, and folders that no row knows. Folders and practice text only while nobody trains: a folder may be about to be named.
-    Of other databases' folders this knows nothing: they have their grace."""
+    much, and folders that no row knows. Folders only while nobody trains: one may be about to be named. Of other databases'
+    folders this knows nothing: they have their grace."""
     stores, rules = context.stores, context.rules
     before = None if rules.max_days is None else context.database_now() - timedelta(days=rules.max_days)
     purge = stores.generations.purge(rules.max_generations, before=before, max_bytes=rules.max_bytes)
@@ -29,10 +29,10 @@ def clean(context: LifecycleContext, *, child_under_way: bool) -> None:
     for folder in (rules.targets, rules.practice):
         if before is not None and folder is not None:
             _remove_older(folder, before)
-    if child_under_way or stores.runs.unfinished():
-        return
     if rules.practice is not None:
         _keep_newest(rules.practice, int(rules.training.practice_gb * 2**30))
+    if child_under_way or stores.runs.unfinished():
+        return
     context.discard_candidates("its run ended without a verdict")
     known = [ref.folder for ref in stores.adapters.all()]
     removed = sweep(rules.adapters, known, SWEEP_GRACE_SECONDS if context.members.shared else 0.0)

@@ -40,6 +40,8 @@ class PracticeStarter:
         context, rules = self._context, self._context.rules.training
         if not context.who.draft:
             return "this server runs without a draft model"
+        if context.rules.spec.get("k") == 0:
+            return "this server does not draft (engine.num_draft_tokens is 0)"
         if not rules.enabled:
             return "no run starts by itself (training.enabled is false)"
         return None if rules.run_here else "this server leaves runs to others (training.run_here is false)"
@@ -64,7 +66,7 @@ class PracticeStarter:
 
     def claim(self, hindered: str | None) -> TrainingRun | None:
         """Claim a practice run, if practice is on and one is due. hindered: why no run at all may start."""
-        if not self._choice.on:
+        if not self._choice.on or self.impossible is not None:
             return None
         self._waits = hindered
         if hindered is not None:

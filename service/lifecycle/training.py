@@ -25,6 +25,7 @@ from service.lifecycle.context import LifecycleContext
 from service.lifecycle.jobs import Demand
 from service.lifecycle.messages import Candidate, Cases, Crashed, Done, Failed, Message, Scores, Texts
 from service.store.log.run_texts import Role
+from service.store.registry.practice import MINUTES
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +36,10 @@ ASKED = "requests are answered"
 CANDIDATE = "candidate"
 SEEDS = 1000
 """Logged texts that the practice of one run begins like."""
-MINUTES, ASKED_FOR = "practice_minutes", "asked_for"
-"""In a practice run's configuration, with its settings: how long, and whether an operator asked for it."""
+ASKED_FOR = "asked_for"
+"""In a practice run's configuration, with its settings and MINUTES: whether an operator asked for it."""
 GIVE_UP_SECONDS = 600.0
-"""A practice run that had to pause for requests for so long gives the memory back; what was written stays on disk."""
+"""A practice run that was paused for so long gives the memory back; what was written stays on disk."""
 ENDED = "ended by an operator"
 TURNED_OFF = "practice was turned off"
 
@@ -119,7 +120,9 @@ class RunJob:
         self._cases_added = False
         self._dropped = False
         """It was stopped here: what it sent before does not count any more."""
-        self._busy_since: datetime | None = None
+        self._paused_seconds = 0.0
+        """How long it was paused, less the time for which it has worked since; never below 0."""
+        self._counted_at: datetime | None = None
         self._texts_recorded = False
         """Whether all that it learns from is in run_texts."""
 
@@ -139,10 +142,11 @@ class RunJob:
 
     def pause(self, demand: Demand, strain: str | None) -> None:
         """Pause for `strain`, unless an operator asked for the run, and record the reason whenever it changes. A practice run
-        that has been paused for requests for too long is given up."""
+        that has been paused for too long is given up: it has the target in memory, and other runs wait for its end."""
         # Whoever asks for a run wants it now, on battery or not.
         strained = None if self._asked else strain
         busy, now = self.yields(demand), self._context.now()
+        self._count_pauses(now)
         reason = strained or ((ASKED if self._practises else BUSY) if busy else None)
         self._child.pause(Pause.STRAIN, strained is not None, now)
         run, runs = self._run, self._context.stores.runs
@@ -151,14 +155,17 @@ class RunJob:
         if reason != self._paused:
             self._context.events.training(runs.pause(run.id, run.fencing, reason))
             self._paused = reason
-        if not busy:
-            self._busy_since = None
-            return
-        self._busy_since = self._busy_since or now
-        if self._practises and (now - self._busy_since).total_seconds() > GIVE_UP_SECONDS:
+        if reason is not None and self._practises and self._paused_seconds > GIVE_UP_SECONDS:
             self._dropped = True
             self._child.stop()
-            self._context.crash(runs.get(run.id), f"given up after {GIVE_UP_SECONDS / 60:.0f} minutes of requests")
+            self._context.crash(
+                runs.get(run.id), f"given up after {GIVE_UP_SECONDS / 60:.0f} minutes of pauses: {reason}"
+            )
+
+    def _count_pauses(self, now: datetime) -> None:
+        elapsed = max((now - (self._counted_at or now)).total_seconds(), 0.0)
+        self._counted_at = now
+        self._paused_seconds = max(self._paused_seconds + (-elapsed if self._paused is None else elapsed), 0.0)
 
     @property
     def _practises(self) -> bool:

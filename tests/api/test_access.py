@@ -19,8 +19,8 @@ from sqlalchemy import update
 from service.api.access import ROUTES, check_routes
 from service.core import Access, BadRequest, Conflict, NotFound
 from service.settings import load_settings
-from service.store.access.key_ring import CONFIGURED, KeyRing
-from service.store.access.keys import Keys
+from service.store.access.key_ring import KeyRing
+from service.store.access.keys import CONFIGURED, Keys
 from service.store.database import Database, upgrade
 from service.store.tables import page_sessions
 from tests.support.echo_engine import EchoServer
@@ -182,6 +182,9 @@ def test_a_key_opens_and_is_revoked_while_the_server_runs(tmp_path: Path) -> Non
         assert [http.get("/adapters", headers=h).status_code for h in ({}, bearer(secret))] == [401, 401]
         with pytest.raises(Conflict):
             keys.create("ada", Access.CLIENT)
+    for name in CONFIGURED.values():
+        with pytest.raises(Conflict, match="settings"):
+            keys.create(name, Access.CLIENT)
     with pytest.raises(NotFound):
         keys.revoke("bob")
     for name in ("", "a b", "../a", "a/b", "ä", "a" * 65, "-a"):

@@ -16,6 +16,7 @@ from service.engine.costs import Costs
 from service.engine.decoder import Decoder
 from service.engine.drafters.lookup import AT_ONCE, INDEX_TOKENS, LENGTHS, REST, Lookup, LookupProposal, NGramIndex
 from service.engine.drafters.proposal import lookup_proposal, merge
+from service.engine.kv.prefix import BLOCK, Owner, PrefixCache
 from service.engine.planner import PROBE, Planner
 from service.engine.request import Request
 from service.engine.strategy import METAL, using
@@ -111,6 +112,34 @@ def test_outputs_that_may_not_be_stored_are_not_shared() -> None:
         assert decoder.lookup is not None
         assert len({tuple(row.output[i : i + 2]) for i in range(4)}) == 4
         assert (decoder.lookup.find(row.output[:5], NGramIndex()) is not None) is store
+
+
+def test_what_ended_behind_a_launched_round_is_forgotten_too() -> None:
+    """Its row leaves the batch with that round, and would then be stored."""
+    target, costs = tiny_llama(0), Costs({(1, 1): 1.0, (1, 5): 9.0}, {1: 1.0}, {1: 0.0}, 0.0, 0.0)
+    texts = [tuple(random.Random(seed).randrange(4, VOCABULARY) for _ in range(2 * BLOCK)) for seed in (1, 2)]
+    output = decode(target, None, [Prompt(texts[0], Sampling(max_tokens=60))], k=0, vocabulary=VOCABULARY)[0].output
+    end = next(token for i, token in enumerate(output) if i > 6 and token not in output[:i])
+    for forgotten in (False, True):
+        with using(METAL):
+            prefix = PrefixCache(2**24)
+            decoder = Decoder(target, None, vocabulary=VOCABULARY, k=0, adaptive=True, lookup=4, prefix=prefix)
+            decoder.planner = Planner(0, 4, costs)
+            ends, goes_on = [
+                Request(str(i), Prompt(text, Sampling(max_tokens=60)), eos, None)
+                for i, (text, eos) in enumerate(zip(texts, (frozenset({end}), frozenset[int]()), strict=True))
+            ]
+            decoder.admit(ends, goes_on)
+            while ends.finish is None:
+                decoder.round()
+            assert ends in decoder.rows, "a round is under way in which it has no part"
+            if forgotten:
+                decoder.forget()
+            decoder.round()
+            assert decoder.rows == [goes_on] and decoder.lookup is not None
+            found = decoder.lookup.find(ends.output[:4], NGramIndex()) is not None
+            cached = prefix.cached_length(Owner.TARGET, ends.tokens) > 0
+            assert found is cached is not forgotten
 
 
 def test_nothing_is_indexed_where_no_proposal_fits() -> None:

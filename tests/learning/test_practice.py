@@ -153,6 +153,7 @@ def test_pieces_come_back_newest_first_and_damaged_ones_are_passed_over(tmp_path
     for run, kind in ((3, Kind.LOG), (4, Kind.GENERAL), (5, Kind.LOG)):
         stored.save(Piece(run, kind, text(2, run), (f"seed-{run}", "another")), fencing=1, number=0)
     (tmp_path / "t" / "00000004-1-0001-log.npz").write_bytes(b"damaged")
+    (tmp_path / "t" / "00000004-1-0002-log.npz").touch()
     assert [(one.run, one.kind, one.text.tokens.shape, one.seeds) for one in stored.pieces(before=5)] == [
         (4, Kind.GENERAL, (2, 3), ("seed-4", "another")),
         (3, Kind.LOG, (2, 3), ("seed-3", "another")),

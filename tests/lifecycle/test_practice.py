@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from sqlalchemy import update
 
 from service.core import BadRequest, Conflict, PracticeState, RunState, Trigger
 from service.lifecycle import policy
 from service.lifecycle.machine import untouched_seconds, user_on_macos
 from service.lifecycle.practice_choice import FILE
 from service.lifecycle.practice_starter import PracticeStarter
+from service.lifecycle.supervisor import CLEAN_EVERY
 from service.lifecycle.training import GIVE_UP_SECONDS
 from service.store.registry.practice import Practised, practised
+from service.store.tables import training_runs
 from tests.support.lifecycle_server import ENOUGH, WHO, Installation, Server
 
 FEW = 5
@@ -104,8 +108,81 @@ def test_it_pauses_while_anything_is_asked_and_gives_up_in_the_end(installation:
         installation.clock_offset = timedelta(seconds=GIVE_UP_SECONDS + 5)
         server.tick_until(server.ended(RunState.CRASHED))
         (ended,) = server.runs.latest(9)
-        assert ended.error == "given up after 10 minutes of requests"
+        assert ended.error == "given up after 10 minutes of pauses: requests are answered"
         assert not server.supervisor.working and process.exit_code() is not None
+
+
+@pytest.mark.parametrize(("working", "goes_on"), [(1.0, False), (9.0, True)])
+def test_pauses_add_up_less_the_time_that_it_works(installation: Installation, working: float, goes_on: bool) -> None:
+    """A request every few seconds leaves a run with the target in memory, and all other runs waiting for it."""
+    installation.plan_children(train="hang")
+    with installation.server(practice=True) as server:
+        server.traffic(FEW)
+        server.supervisor.tick()
+        for _ in range(200):
+            server.idle_seconds = 0.0
+            server.supervisor.tick()
+            installation.clock_offset += timedelta(seconds=5)
+            server.idle_seconds = 9.0
+            server.supervisor.tick()
+            installation.clock_offset += timedelta(seconds=working)
+        assert practising(server) is goes_on
+
+
+def test_a_machine_that_stays_strained_gets_the_memory_back(installation: Installation) -> None:
+    installation.plan_children(train="hang")
+    with installation.server(practice=True) as server:
+        server.traffic(FEW)
+        server.supervisor.tick()
+        server.strain = "memory is short"
+        server.supervisor.tick()
+        installation.clock_offset = timedelta(seconds=GIVE_UP_SECONDS + 5)
+        server.tick_until(server.ended(RunState.CRASHED))
+        assert server.runs.latest(9)[0].error == "given up after 10 minutes of pauses: memory is short"
+        assert not server.supervisor.working
+
+
+def test_text_on_disk_is_bounded_whatever_runs(installation: Installation) -> None:
+    installation.plan_children(train="hang")
+    with installation.server(practice_gb=1000 / 2**30) as server:
+        server.traffic(FEW)
+        server.supervisor.request_training(None, 3.0)
+        folder = installation.home / "practice" / "target"
+        folder.mkdir(parents=True)
+        for age in range(4):
+            (folder / f"{age}.npz").write_bytes(b"." * 400)
+            os.utime(folder / f"{age}.npz", (1e9 - age, 1e9 - age))
+        for _ in range(CLEAN_EVERY + 1):
+            server.supervisor.tick()
+        assert server.supervisor.working and {path.name for path in folder.iterdir()} == {"0.npz", "1.npz"}
+
+
+def test_a_draft_that_is_switched_off_is_not_practised(installation: Installation) -> None:
+    with installation.server(practice=True, spec={"k": 0}) as server:
+        server.traffic(FEW)
+        server.supervisor.tick()
+        state = PracticeState(False, "this server does not draft (engine.num_draft_tokens is 0)")
+        assert server.supervisor.practice() == state and server.runs.current(WHO) is None
+
+
+def test_neither_a_night_without_a_server_nor_a_clock_that_went_back_counts_as_practice(
+    installation: Installation,
+) -> None:
+    installation.plan_children(train="hang")
+    with installation.server() as server:
+        server.traffic(FEW)
+        run = server.supervisor.request_training(None, 3.0)
+        server.supervisor.end_run(run.id)
+        now = datetime.now(UTC)
+
+        def seconds(began: datetime) -> float:
+            server.db.write(
+                lambda connection: connection.execute(update(training_runs).values(created_at=began))
+            ).result(60)
+            return practised(server.db, WHO, now).seconds
+
+        assert seconds(now - timedelta(hours=10)) == 180.0
+        assert 0 <= seconds(now + timedelta(hours=2)) < 1.0
 
 
 def test_what_it_makes_goes_through_the_gate_and_is_counted(installation: Installation) -> None:

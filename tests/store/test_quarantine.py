@@ -61,7 +61,10 @@ def test_released_cases_can_be_trained_on_again(stores: QuarantineStores) -> Non
     first, second = stores.roll_back_one(2), stores.roll_back_one(3)
     stores.crash_out()
     assert stores.training_texts.untrained(WHO).cases == 0
+    learnt = [name for name, _ in stores.training_texts.claimed_names(first[0])]
+    assert stores.training_texts.named(learnt) == [], "practice text that began like them is not learnt from either"
     assert stores.quarantine.release(first[0]) == 4
+    assert {one.id for one in stores.training_texts.named(learnt)} == set(learnt) and len(learnt) == 2
     assert stores.training_texts.untrained(WHO).cases == 2
     assert stores.quarantine.all() == [QuarantinedTexts(*second, 6, 3), QuarantinedTexts(None, None, 1, 1)]
     assert stores.quarantine.release() == 7

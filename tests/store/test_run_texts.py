@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -140,6 +141,7 @@ def test_seeds_are_learnable_chats_of_this_target_and_of_many_clients(database: 
     assert not {one.id for one in left_out} & set(seeds)
     assert len({one.id for one in loud} & set(seeds)) == MIN_TEXTS, "a tenth of these would be fewer"
     assert logged.seeds(WHO, 3) == seeds[:3] and len(seeds[:3]) == 3
+    assert {one.id for one in logged.named(seeds)} == set(seeds)
     # Claimed for practice, they are new to the next run on logged texts.
     run = runs.claim(trigger=Trigger.PRACTICE, who=WHO, parent=0, limit=9, seeds=[*seeds, "gone"])
     assert run is not None and (run.cases, run.generations) == (0, len(seeds))
@@ -149,3 +151,15 @@ def test_seeds_are_learnable_chats_of_this_target_and_of_many_clients(database: 
     ref = promote(runs, Adapters(database, ADAPTERS), run)
     assert Lineage(database).adapters(Selection(ids=frozenset({others[0].id}))) == {ref.id: 1}
     assert runs.claim(trigger=Trigger.PRACTICE, who=WHO, parent=0, limit=9, seeds=[]) is None
+
+
+def test_whoever_sends_most_lately_has_no_more_than_its_share_of_the_seeds(database: Database) -> None:
+    store, letters = Generations(database), random.Random(0)
+    words = ("".join(letters.choices("abcdefghij ", k=40)) for _ in range(1000))
+    learnt = [word for word in words if split_of(word) == TRAIN][:270]
+    others = [generation(first_user=w, client=f"client {i % 10}", tokens=[8, i]) for i, w in enumerate(learnt[:150])]
+    loud = [generation(first_user=w, client="loud", tokens=[7, i]) for i, w in enumerate(learnt[150:])]
+    store.add([*others, *loud]).result()
+    seeds = TrainingTexts(database).seeds(WHO, 100)
+    assert 95 <= len(seeds) <= 100 and len({one.id for one in loud} & set(seeds)) <= 10
+    assert seeds == [one.id for one in reversed([*others, *loud]) if one.id in set(seeds)], "newest first"

@@ -8,14 +8,12 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 
 from service.core import ANYBODY, LOCAL, Access, ApiKey, Caller, StoreError
-from service.store.access.keys import Keys, Known, digest
+from service.store.access.keys import CONFIGURED, Keys, Known, digest
 
 log = logging.getLogger(__name__)
 
 REFRESH_SECONDS = 1.0
 """After so long at most a key that was made opens, and one that was revoked no longer does."""
-CONFIGURED = {Access.CLIENT: "api-key", Access.OPERATOR: "operator-key"}
-"""Names of the keys that settings give."""
 
 
 class KeyRing:

@@ -21,6 +21,8 @@ PREFIX = "rd-"
 """Of every key that is made here, so that scanners of repositories can know one."""
 SECRET_BYTES = 32
 SESSION_HOURS = 12
+CONFIGURED = {Access.CLIENT: "api-key", Access.OPERATOR: "operator-key"}
+"""Names of the keys that settings give. Who shares a key's name would share its cached prefixes, look-ups and erasures."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -47,9 +49,11 @@ class Keys:
 
     def create(self, name: str, access: Access) -> str:
         """Make a key; its secret, which is shown this once. Raises BadRequest for a name that is none, Conflict where there is
-        or was a key of this name."""
+        or was a key of this name, or settings may give one."""
         if not NAME.fullmatch(name):
             raise BadRequest("names of keys are 1 to 64 letters, digits, dots, dashes and underscores", field="name")
+        if name in CONFIGURED.values():
+            raise Conflict(f"{name} is the name of a key that settings give")
         secret = PREFIX + secrets.token_urlsafe(SECRET_BYTES)
 
         def work(connection: Connection) -> None:

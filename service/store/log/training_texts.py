@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -95,29 +96,37 @@ class TrainingTexts:
             return set(connection.execute(query).scalars())
 
     def seeds(self, who: Provenance, limit: int) -> list[str]:
-        """Ids of the newest texts of this target and tokenizer whose prompts practice may begin like: none is held out or
-        quarantined, each has a user's message, and no client has more than CLIENT_SHARE of them, no template more than half
-        (`sampler.capped`). At most `limit`, newest first."""
+        """Ids of texts of this target and tokenizer whose prompts practice may begin like: none is held out or quarantined,
+        each has a user's message, and no client has more than CLIENT_SHARE of them, no template more than half
+        (`sampler.capped`). At most `limit`, newest first: of as many of the newest as give so many."""
         columns = (*TEXT, generations.c.split, generations.c.output_tokens, generations.c.quarantined_run)
         fit = [
             text_of(row)
             for row in newest(self._db, READ_PER_TEXT * limit, *columns)
             if _learnable(row) and same_target(row, who) and row.first_user.strip()
         ]
-        return [one.id for one in capped(fit, client_share=CLIENT_SHARE)][:limit]
+
+        def seeds(count: int) -> list[Text]:
+            return capped(fit[:count], client_share=CLIENT_SHARE)
+
+        # Cut to the limit afterwards, whoever has sent the newest would have more than these shares of what stays.
+        counts = range(len(fit) + 1)
+        return [one.id for one in seeds(bisect_right(counts, limit, key=lambda count: len(seeds(count))) - 1)]
 
     def seeds_of(self, run_id: int) -> list[Generation]:
         """The texts of the log that a run's practice began like, and that are still there, newest first."""
         return load(self._db, texts_of(run_id, Role.SEED))
 
     def named(self, names: Sequence[str]) -> list[Text]:
-        """Those of these generations that are in the log, in no order."""
+        """Those of these generations that are in the log and not quarantined, in no order."""
         pages = [names[start : start + PAGE] for start in range(0, len(names), PAGE)]
         with self._db.read() as connection:
             return [
                 text_of(row)
                 for page in pages
-                for row in connection.execute(select(*TEXT).where(generations.c.id.in_(page)))
+                for row in connection.execute(
+                    select(*TEXT).where(generations.c.id.in_(page), generations.c.quarantined_run.is_(None))
+                )
             ]
 
     def window(self, who: Provenance, run_id: int, limit: int) -> list[Generation]:

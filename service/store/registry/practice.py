@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import Row, func, select
 
 from service.core import Provenance, RunState, Trigger
 from service.store.database import Database
@@ -13,6 +16,8 @@ from service.store.registry.runs import of_pair
 from service.store.tables import generations, training_runs
 from service.store.times import utc
 
+MINUTES = "practice_minutes"
+"""In a run's recipe, how long it may practise."""
 DAY = timedelta(hours=24)
 NEWEST = 64
 """Practice runs that are looked at."""
@@ -33,13 +38,11 @@ class Practised:
 def practised(database: Database, who: Provenance, now: datetime) -> Practised:
     """What practice of this pair has done. now: the database's time."""
     runs = training_runs.c
-    query = select(runs.state, runs.created_at, runs.finished_at, runs.log_end)
+    query = select(runs.state, runs.created_at, runs.finished_at, runs.log_end, runs.config)
     query = query.where(runs.trigger == Trigger.PRACTICE.value, *of_pair(who)).order_by(runs.id.desc()).limit(NEWEST)
     with database.read() as connection:
         rows = connection.execute(query).all()
-        today = [row for row in rows if utc(row.created_at) > now - DAY]
-        ends = [utc(row.finished_at) if row.finished_at is not None else now for row in today]
-        seconds = sum((end - utc(row.created_at)).total_seconds() for row, end in zip(today, ends, strict=True))
+        seconds = sum(_seconds(row, now) for row in rows if utc(row.created_at) > now - DAY)
         # One that was ended from outside, or given up for requests, says nothing about practice.
         decided = [row for row in rows if row.state != RunState.CRASHED.value and RunState(row.state).over]
         refused = next((i for i, row in enumerate(decided) if row.state == RunState.PROMOTED.value), len(decided))
@@ -48,3 +51,13 @@ def practised(database: Database, who: Provenance, now: datetime) -> Practised:
         newer = select(generations.c.seq).where(generations.c.seq > decided[0].log_end).limit(MOST_NEW).subquery()
         new = connection.execute(select(func.count()).select_from(newer)).scalar_one()
     return Practised(seconds, refused, new)
+
+
+def _seconds(run: Row[*tuple[Any, ...]], now: datetime) -> float:
+    """How long a run took. A crashed one no longer than it might practise: one that was killed with its server ends when the
+    next server starts."""
+    end = now if run.finished_at is None else utc(run.finished_at)
+    seconds = max((end - utc(run.created_at)).total_seconds(), 0.0)
+    if run.state != RunState.CRASHED.value:
+        return seconds
+    return min(seconds, 60 * json.loads(run.config).get(MINUTES, math.inf))
