@@ -96,6 +96,16 @@ class Supervisor:
             self._clean()
             if self._context.who.draft:
                 self._serve_active()
+                self._warn_of_another_target()
+
+    def _warn_of_another_target(self) -> None:
+        adapters, active = self._context.stores.adapters, self._context.active_adapter()
+        if active != BARE_DRAFT and adapters.target_of(active) != self._context.who.target:
+            log.warning(
+                "adapter %d learnt from another target than the one that serves now, and was proven with that one: "
+                "`redraft adapters activate bare` serves without it, a home of its own (REDRAFT_HOME) keeps them apart",
+                active,
+            )
 
     def stop(self) -> None:
         """End a child under way; its run becomes CRASHED and its cases are free again. Idempotent."""

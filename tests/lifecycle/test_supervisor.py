@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from sqlalchemy import update
 
 from service.core import (
     BARE_DRAFT,
@@ -14,6 +15,7 @@ from service.core import (
     Staged,
     Trigger,
 )
+from service.store.tables import training_runs
 from tests.support.lifecycle_server import ENOUGH, WHO, Installation, check_consistent
 
 
@@ -41,6 +43,21 @@ def test_enough_traffic_leads_to_a_better_adapter_that_serves(installation: Inst
         server.tick_until(server.watched(ref.id))
         assert server.engine.active == ref.id
         check_consistent(server)
+
+
+def test_an_adapter_of_another_target_is_named_at_start(
+    installation: Installation, caplog: pytest.LogCaptureFixture
+) -> None:
+    with installation.server() as server:
+        ref = server.promote()
+    with installation.server() as server:
+        assert server.engine.active == ref.id and "another target" not in caplog.text
+        server.db.write(lambda connection: connection.execute(update(training_runs).values(target="another"))).result(
+            60
+        )
+    with installation.server() as server:
+        assert server.engine.active == ref.id, "it may well be of use"
+        assert f"adapter {ref.id} learnt from another target" in caplog.text
 
 
 def test_the_next_run_starts_from_the_active_adapter_once_its_watch_is_over(installation: Installation) -> None:
