@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 
 from service.app import PRACTICE, TARGETS, resolve_models
-from service.core import BARE_DRAFT, AdapterRef, AdapterRefused, BadRequest, Forget, Staged
+from service.core import BARE_DRAFT, AdapterRef, AdapterRefused, BadRequest, Forget, Staged, Unavailable
 from service.learning import practice_text
 from service.learning.targets import remove_files
 from service.learning_loop import LearningLoop, Place
@@ -42,10 +42,14 @@ class Unserved:
     def stage(self, ref: AdapterRef | None) -> Future[Staged]:
         """See core.DraftSwitch."""
         future: Future[Staged] = Future()
-        if ref is not None and not is_unaltered(ref.folder, ref.sha256):
-            future.set_exception(AdapterRefused(f"adapter {ref.id}: its files are not the ones that were registered"))
-        else:
+        try:
+            if ref is not None and not is_unaltered(ref.folder, ref.sha256):
+                raise AdapterRefused(f"adapter {ref.id}: its files are not the ones that were registered")
             future.set_result(_Checked(ref.id if ref is not None else BARE_DRAFT))
+        except AdapterRefused as error:
+            future.set_exception(error)
+        except OSError as error:
+            future.set_exception(Unavailable(f"its files cannot be read now: {error}"))
         return future
 
     def switch(self, staged: Staged) -> Future[None]:

@@ -34,6 +34,8 @@ MAX_RANK = 1024
 HASH_SECONDS = 1e-3
 """How long a step of loading waits for the hash of the files, which another thread computes: of large ones it takes longer than
 many rounds."""
+MISSING = (FileNotFoundError, NotADirectoryError)
+"""What says that a file is not there. Other errors of reading, such as too many open files, say nothing against an adapter."""
 _DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
@@ -134,7 +136,7 @@ def read_config(ref: AdapterRef, fingerprint: str) -> dict[str, Any]:
         lora = config["lora_parameters"]
         rank, scale, dropout, keys = lora["rank"], lora["scale"], lora["dropout"], lora["keys"]
         based_on = config["redraft"]["draft"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (*MISSING, ValueError, KeyError, TypeError) as error:
         raise AdapterRefused(f"adapter {ref.id}: adapter_config.json is missing, damaged or incomplete") from error
     if config.get("fine_tune_type") != "lora":
         raise AdapterRefused(f"adapter {ref.id}: only LoRA adapters can be served")
@@ -183,7 +185,7 @@ def read_header(file: Path) -> Mapping[str, tuple[int, ...]]:
             cursor = end
         if cursor != size - 8 - length:
             raise AdapterRefused(f"{file.name}: the file is shorter or longer than its header says")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (*MISSING, ValueError, KeyError, TypeError, AttributeError) as error:
         raise AdapterRefused(f"{file.name}: missing or damaged header") from error
     return shapes
 

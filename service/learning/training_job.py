@@ -41,7 +41,7 @@ from service.models import eagle, vocabulary
 from service.models.padding import padded
 from service.models.pair import Loaded
 from service.settings import TrainingSettings
-from service.store.artifacts import publish
+from service.store.artifacts import folder_name, publish
 from service.store.database import Database
 from service.store.log.generations import Generations
 from service.store.log.training_texts import TrainingTexts
@@ -232,7 +232,7 @@ class TrainingJob:
     def _publish(self, model: nn.Module, shape: lora.Shape, reduced: list[int] | None) -> tuple[Path, str]:
         """Write the adapter's folder. Returns it and its sha256."""
         job = self.job
-        final = job.out / f"run-{job.run}-{job.fencing}"
+        final = job.out / folder_name(job.run, job.fencing)
         scratch = job.out / f".{final.name}.part"
         shutil.rmtree(scratch, ignore_errors=True)
         who = job.provenance

@@ -91,14 +91,16 @@ class LifecycleContext:
             more = tuple(b - a for a, b in zip(base, twice, strict=True))
             self.stores.costs.record(self.who, self.machine, RoundCosts(base, more))
 
-    def measured_costs(self) -> Mapping[str, RoundCosts]:
-        """What rounds cost, by kind of machine where that was measured within a day: this one's as of now."""
+    def measured_costs(self, lengths: int) -> Mapping[str, RoundCosts]:
+        """What rounds cost, by kind of machine where that was measured within a day for so many draft lengths: this one's as of
+        now. Servers that draft at most another number of tokens measure other lengths."""
         self.record_costs()
-        return self.stores.costs.recent(self.who)
+        kinds = self.stores.costs.recent(self.who)
+        return {name: costs for name, costs in kinds.items() if len(costs.seconds) == lengths}
 
-    def own_costs(self) -> RoundCosts | None:
-        """What rounds cost on this kind of machine, or on the one where it was measured last; None: on none within a day."""
-        kinds = self.measured_costs()
+    def own_costs(self, lengths: int) -> RoundCosts | None:
+        """The same on this kind of machine, or on the one where it was measured last; None: on none."""
+        kinds = self.measured_costs(lengths)
         return kinds.get(self.machine) or next(iter(kinds.values()), None)
 
     def launch(self, **job: object) -> Child:
@@ -132,4 +134,4 @@ class LifecycleContext:
         adapters, runs = self.stores.adapters, self.stores.runs
         for ref in adapters.all():
             if ref.state is AdapterState.CANDIDATE and (ref.run is None or runs.get(ref.run).state.over):
-                adapters.mark_broken(ref.id, reason)
+                adapters.mark_broken(ref.id, reason, candidate=True)

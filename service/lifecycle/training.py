@@ -291,10 +291,7 @@ class RunJob:
         except KeyError as error:
             raise ValueError(f"none of {error}") from error
         step = scores.step(CANDIDATE, relative_to=str(parent))
-        kinds = self._context.measured_costs()
-        # A server that drafts fewer tokens at most measures fewer lengths.
-        longest = max((len(score.calls) for score in candidate), default=0)
-        kinds = {name: costs for name, costs in kinds.items() if len(costs.seconds) == longest} or kinds
+        kinds = self._context.measured_costs(max((len(score.calls) for score in candidate), default=0))
         verdicts = [
             self._context.judge(
                 candidate,

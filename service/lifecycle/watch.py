@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from datetime import timedelta
 
-from service.core import BARE_DRAFT, AdapterRef, AdapterState, IllegalMove, RoundCosts, Verdict
+from service.core import BARE_DRAFT, AdapterRef, AdapterState, IllegalMove, RoundCosts, Score, Verdict
 from service.lifecycle.child import Child
 from service.lifecycle.context import LifecycleContext
 from service.lifecycle.interim_check import CheckResult, check_schedule, interim_check
@@ -23,6 +25,8 @@ in a few."""
 READ_FOR_EACH = 10
 """Generations that are read for each that a watch wants; after so many, or as many as the log may hold, it ends with what there
 is."""
+LONGEST = timedelta(days=7)
+"""After so long, or as long as the log holds a text, it ends with what there is: runs wait for it."""
 
 
 class Watch:
@@ -60,14 +64,17 @@ class Watch:
         wanted = due[min(done, len(due) - 1)]
         logged, who = self._context.stores.generations, self._context.who
         most = min(READ_FOR_EACH * due[-1], self._context.rules.max_generations)
-        least = self._least.get((ref.id, done), wanted)
-        if len(logged.names_after(who, promoted, least)) < least:
+        least, overdue = min(self._least.get((ref.id, done), wanted), most), self._overdue(ref)
+        if not overdue and len(logged.names_after(who, promoted, least)) < least:
             return None
         texts = logged.texts_after(who, promoted, most)
         # As at the gate: a health check every few seconds is one text, not evidence.
         fresh = [one.id for one in sample(texts, due[-1], seed=ref.id)]
         # Traffic that repeats itself may never bring enough; runs wait for the watch, so it must end.
-        last = len(fresh) >= due[-1] or len(texts) >= most
+        last = overdue or len(fresh) >= due[-1] or len(texts) >= most
+        if last and not fresh:
+            self.end(ref, "stays: there were no answers to compare it on")
+            return None
         early = done < len(due) - 1 and len(texts) >= PATIENCE * wanted
         if len(fresh) < wanted and not early and not last:
             # One text adds one at most: not before there are so many is it worth to read them all again.
@@ -87,6 +94,14 @@ class Watch:
             return None
         log.info("adapter %d is compared on %d answers since its promotion", ref.id, len(fresh))
         return WatchJob(self._context, self, ref, child, done=done, last=last)
+
+    def _overdue(self, ref: AdapterRef) -> bool:
+        """Whether its watch has lasted so long that no more is to be waited for."""
+        context = self._context
+        promoted_at = max(at for at, _ in context.stores.adapters.evaluations(ref.id, EvaluationKind.GATE))
+        days = context.rules.max_days
+        longest = LONGEST if days is None else min(LONGEST, timedelta(days=days))
+        return context.database_now() - promoted_at > longest
 
     def failed(self, ref: AdapterRef, reason: str) -> None:
         """No comparison this time."""
@@ -155,7 +170,7 @@ class WatchJob:
         ref, adapters = self._ref, self._context.stores.adapters
         if adapters.evaluations(ref.id, EvaluationKind.WATCH):
             return  # an operator chose it meanwhile
-        costs = self._context.own_costs()
+        costs = self._context.own_costs(max((len(score.calls) for score in self._scored()), default=0))
         try:
             result = self._check(self._scores or Scores({}, golden={}), costs)
         except ValueError as error:
@@ -176,6 +191,10 @@ class WatchJob:
         log.info("adapter %d %s", ref.id, result.verdict.reason)
         if result.short:
             log.warning("adapter %d: the engine accepts less of its drafts than its scores say", ref.id)
+
+    def _scored(self) -> Sequence[Score]:
+        """The watched adapter's scores."""
+        return () if self._scores is None else self._scores.by_adapter.get(str(self._ref.id), ())
 
     def _check(self, scores: Scores, costs: RoundCosts | None) -> CheckResult:
         """Raises ValueError when the scores are not what they should be."""

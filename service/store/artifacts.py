@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import time
 from collections.abc import Collection
@@ -15,6 +16,8 @@ from service.models.fingerprint import folder_sha256, is_unaltered
 ADAPTER_FILES = ("adapters.safetensors", "adapter_config.json")
 UNFINISHED = {".part", ".partial"}
 """How the names of folders end that are being written or removed."""
+_NAME = re.compile(r"\.?run-\d+-\d+(\.part|\.partial)?")
+"""Of a run's folder (`folder_name`), at every stage. All else there is somebody's own."""
 
 
 def publish(scratch: Path, final: Path) -> str:
@@ -39,9 +42,15 @@ def publish(scratch: Path, final: Path) -> str:
     return digest
 
 
+def folder_name(run: int, fencing: int) -> str:
+    """Name of the folder of a run's adapter."""
+    return f"run-{run}-{fencing}"
+
+
 def sweep(root: Path, known: Collection[Path], grace_seconds: float = 0.0) -> list[Path]:
-    """Remove the adapter folders in `root` that no row knows, and half-written ones; returns them. Other files there are
-    left alone. grace_seconds: what has changed since then stays too: another process may be about to name it."""
+    """Remove the folders of runs in `root` that no row knows, and half-written ones; returns them. All else there, adapters
+    of other names too, is left alone. grace_seconds: what has changed since then stays too: another process may be about to
+    name it."""
     known_paths = {path.resolve() for path in known}
     found = sorted(root.iterdir()) if root.is_dir() else []
     newest = time.time() - grace_seconds
@@ -61,7 +70,7 @@ def sweep(root: Path, known: Collection[Path], grace_seconds: float = 0.0) -> li
 
 
 def _left_over(path: Path) -> bool:
-    if path.is_symlink() or not path.is_dir():
+    if path.is_symlink() or not path.is_dir() or _NAME.fullmatch(path.name) is None:
         return False
     return path.suffix in UNFINISHED or any((path / name).is_file() for name in ADAPTER_FILES)
 

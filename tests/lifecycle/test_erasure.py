@@ -158,7 +158,7 @@ def test_a_folder_that_nobody_has_named_yet_goes_with_its_run(
     installation.plan_children(train="hang")
     with installation.server() as server:
         started(server)
-        half = installation.home / "adapters" / ".run-1.part"
+        half = installation.home / "adapters" / ".run-1-1.part"
         half.mkdir(parents=True)
         server.supervisor.erase(of("new0"))
         assert not half.exists()

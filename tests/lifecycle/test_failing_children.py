@@ -51,10 +51,10 @@ def test_the_folder_of_a_running_child_is_never_removed(installation: Installati
     with installation.server() as server:
         server.traffic()
         server.tick_until(lambda: server.runs.current(WHO) is not None)
-        (installation.home / "adapters" / ".run-1.part").mkdir(parents=True)
+        (installation.home / "adapters" / ".run-1-1.part").mkdir(parents=True)
         for _ in range(41):
             server.supervisor.tick()
-        assert (installation.home / "adapters" / ".run-1.part").is_dir()
+        assert (installation.home / "adapters" / ".run-1-1.part").is_dir()
 
 
 def test_a_hanging_child_is_killed(installation: Installation) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import text, update
 
 from service.core import (
     BARE_DRAFT,
@@ -23,6 +23,7 @@ from service.core import (
 )
 from service.models.fingerprint import folder_sha256
 from service.store.registry.adapters import EvaluationKind
+from service.store.tables import evaluations
 from tests.support.lifecycle_server import ENOUGH, WHO, Installation, Server, check_consistent, generation
 
 
@@ -466,6 +467,26 @@ def test_a_watch_on_traffic_that_is_one_text_comes_to_an_end(installation: Insta
         ((_, verdict),) = server.adapters.evaluations(ref.id, EvaluationKind.WATCH)
         assert verdict.promoted and "1 conversations" in verdict.reason
         check_consistent(server)
+
+
+@pytest.mark.parametrize("answers", [0, 3])
+def test_a_watch_on_little_traffic_ends_after_a_week(installation: Installation, answers: int) -> None:
+    """With what there is: no run starts before."""
+    with installation.server() as server:
+        ref = server.promote()
+        server.traffic(answers, cases=0)
+        gate = update(evaluations).where(evaluations.c.adapter == ref.id)
+        for days, over in ((6.9, False), (7.1, True)):
+            then = datetime.now(UTC) - timedelta(days=days)
+            server.db.write(lambda connection: connection.execute(gate.values(created_at=then))).result(60)  # noqa: B023
+            for _ in range(20):
+                server.supervisor.tick()
+                time.sleep(0.05 if over else 0.0)
+                if server.adapters.evaluations(ref.id, EvaluationKind.WATCH):
+                    break
+            assert bool(server.adapters.evaluations(ref.id, EvaluationKind.WATCH)) is over
+        ((_, verdict),) = server.adapters.evaluations(ref.id, EvaluationKind.WATCH)
+        assert verdict.promoted and bool(verdict.prompts) is bool(answers)
 
 
 @pytest.mark.nightly

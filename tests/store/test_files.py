@@ -64,7 +64,7 @@ def test_a_kill_at_any_step_leaves_the_whole_folder_or_none(tmp_path: Path) -> N
     seen = {True: 0, False: 0}
     for step in range(1, 100):
         root = tmp_path / str(step)
-        scratch, final = written(root / ".scratch"), root / "7"
+        scratch, final = written(root / ".run-7-1.part"), root / "run-7-1"
         command = [sys.executable, "-m", "tests.support.publish_killed", str(scratch), str(final), str(step)]
         code = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False).returncode
         assert final.exists() is not scratch.exists()
@@ -76,7 +76,7 @@ def test_a_kill_at_any_step_leaves_the_whole_folder_or_none(tmp_path: Path) -> N
         seen[final.exists()] += 1
         # The next start removes unregistered folders, and then the same name can be published.
         assert len(sweep(root, [])) == 1
-        assert publish(written(root / ".scratch"), final) == whole
+        assert publish(written(root / ".run-7-1.part"), final) == whole
     else:
         pytest.fail("it never came to the end")
     assert all(seen.values())
@@ -86,14 +86,15 @@ def test_sweeping_removes_only_unregistered_folders(tmp_path: Path) -> None:
     root = tmp_path / "adapters"
     known = [written(root / "1"), written(root / "2")]
     precious = written(tmp_path / "precious")
-    orphans = [written(root / "3"), written(root / ".4.part")]
+    orphans = [written(root / "run-3-1"), written(root / ".run-4-1.part")]
+    own = [written(root / "my-lora"), written(root / "mine.partial")]
     (root / "stray").write_text("x")
     (root / "link").symlink_to(precious)
     (root / "notes").mkdir()
     before = {path: folder_sha256(path) for path in known}
     assert set(sweep(root, [*known, tmp_path / "elsewhere"])) == set(orphans)
     assert {path: folder_sha256(path) for path in known} == before
-    assert set(root.iterdir()) == {*known, root / "stray", root / "link", root / "notes"}
+    assert set(root.iterdir()) == {*known, *own, root / "stray", root / "link", root / "notes"}
     assert {path.name for path in precious.iterdir()} == set(FILES)
     assert sweep(root, known) == []
     assert sweep(tmp_path / "nowhere", known) == []

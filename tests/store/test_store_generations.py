@@ -15,6 +15,7 @@ from service.core import BadRequest, Erased, Generation, Provenance, Round, RunS
 from service.store.database import Database
 from service.store.log.generations import Generations, split_of
 from service.store.log.rows import target_bytes, values_of
+from service.store.log.run_texts import PAGE
 from service.store.log.training_texts import TrainingTexts, UntrainedCounts
 from service.store.registry.lineage import Lineage
 from service.store.registry.runs import Runs
@@ -87,6 +88,16 @@ def test_rows_of_another_target_or_tokenizer_never_mix(database: Database) -> No
     replay = Replay(database)
     replay.offer("code", store.names_after(strangers[0], 0, 10), 10, 0)
     assert replay.sample(WHO, 10, 0) == []
+
+
+def test_of_a_pair_the_newest_are_found_among_any_number_of_others(database: Database) -> None:
+    store, other = Generations(database), replace(WHO, draft="e" * 64)
+    made = [generation(who=WHO if i % 10 == 0 else other) for i in range(3 * PAGE)]
+    store.add(made).result()
+    mine = [one.id for one in reversed(made[::10])]
+    assert store.names_after(WHO, 0, 100) == mine[:100] and len(mine) > 100
+    assert [one.id for one in store.texts_after(WHO, 0, 10**6)] == mine
+    assert store.names_after(WHO, PAGE, 10**6) == [one.id for one in reversed(made[PAGE:]) if one.id in set(mine)]
 
 
 def test_another_draft_of_the_same_target_is_a_sample_all_the_same(database: Database) -> None:

@@ -14,7 +14,17 @@ from sqlalchemy import ColumnElement, Connection, Select, delete, func, insert, 
 from service.core import Generation, Provenance, Round, Selection
 from service.store.database import Database
 from service.store.log.cases import add_cases, undrafted
-from service.store.log.queries import TEXT, load, newest, of_target, same_pair, same_target, selected, text_of
+from service.store.log.queries import (
+    TEXT,
+    load,
+    newest,
+    newest_of_pair,
+    of_target,
+    same_pair,
+    same_target,
+    selected,
+    text_of,
+)
 from service.store.log.rows import grammar_values, ids_of, rounds_of, target_bytes, text_key, values_of
 from service.store.log.run_texts import claimed_by_run, completed_run_texts
 from service.store.log.sampler import Text
@@ -116,15 +126,12 @@ class Generations:
         return found
 
     def texts_after(self, who: Provenance, seq: int, limit: int) -> list[Text]:
-        """Of the newest `limit` generations, those of this pair that were recorded after one, newest first."""
-        rows = newest(self._db, limit, *TEXT, generations.c.output_tokens, where=[generations.c.seq > seq])
-        return [text_of(row) for row in rows if same_pair(row, who) and row.output_tokens > 0]
+        """The newest `limit` of this pair that were recorded after one and have an answer, newest first."""
+        return [text_of(row) for row in newest_of_pair(self._db, who, limit, *TEXT, after=seq)]
 
     def names_after(self, who: Provenance, seq: int, limit: int) -> list[str]:
-        """Of the newest `limit` generations, the ids of those of this pair that were recorded after one, newest first."""
-        columns = (generations.c.id, generations.c.output_tokens)
-        rows = newest(self._db, limit, *columns, where=[generations.c.seq > seq])
-        return [row.id for row in rows if same_pair(row, who) and row.output_tokens > 0]
+        """Ids of the newest `limit` of this pair that were recorded after one and have an answer, newest first."""
+        return [row.id for row in newest_of_pair(self._db, who, limit, generations.c.id, after=seq)]
 
     def drafting(self, who: Provenance, limit: int, *, above: int = 0, below: int | None = None) -> list[Drafting]:
         """How the newest `limit` generations with `seq` between the two were drafted, newest first; those of another pair are

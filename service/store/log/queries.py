@@ -68,6 +68,26 @@ def newest(
         return connection.execute(query).all()
 
 
+def newest_of_pair(
+    database: Database,
+    who: Provenance,
+    limit: int,
+    *columns: ColumnElement[Any],
+    after: int,
+) -> list[Row[Any]]:
+    """The same of the newest `limit` generations of one pair that have an answer and were recorded after one (seq)."""
+    found, below = list[Row[Any]](), None
+    while len(found) < limit:
+        where = [generations.c.seq > after, *([generations.c.seq < below] if below is not None else [])]
+        size = max(limit, PAGE)
+        rows = newest(database, size, generations.c.seq, generations.c.output_tokens, *columns, where=where)
+        found += [row for row in rows if same_pair(row, who) and row.output_tokens > 0]
+        if len(rows) < size:
+            break
+        below = rows[-1].seq
+    return found[:limit]
+
+
 def selected(selection: Selection) -> list[ColumnElement[bool]]:
     """Conditions of a generation; none for everything."""
     found: list[ColumnElement[bool]] = []

@@ -184,12 +184,14 @@ class Adapters:
 
         return self._db.write(work).result()
 
-    def mark_broken(self, adapter_id: int, reason: str) -> None:
+    def mark_broken(self, adapter_id: int, reason: str, *, candidate: bool = False) -> None:
         """Record that an adapter cannot be loaded, and why; its nearest ancestor that may serve takes the place of an active
-        one."""
+        one. candidate: only while it is one."""
 
         def work(connection: Connection) -> None:
             row = _row(connection, adapter_id)
+            if candidate and AdapterState(row.state) is not AdapterState.CANDIDATE:
+                return
             move_adapter(connection, adapter_id, AdapterState.BROKEN)
             connection.execute(update(adapters).where(adapters.c.id == adapter_id).values(note=reason))
             if AdapterState(row.state) is AdapterState.ACTIVE:

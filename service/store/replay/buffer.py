@@ -21,6 +21,9 @@ from service.store.log.run_texts import Role, texts_of
 from service.store.replay.reservoir import Item, Reservoir
 from service.store.tables import failure_cases, generations, replay_buffer, replay_domains, run_texts, training_runs
 
+MOST_WELL = 4096
+"""Texts without a failure case that are offered at a time: a server whose draft is parked may log any number of them."""
+
 Place = tuple[str, str]
 """A reservoir's name: the clients' tag, or ("", kind) for prompts that came without one."""
 
@@ -60,9 +63,9 @@ class Replay:
         self._db.write(work, urgent=False).result()
 
     def offer_run(self, run_id: int, capacity: int, seed: int) -> None:
-        """Offer what a run has learnt from, each text to its own reservoir, and with it what was logged since the run before
-        and left no failure case: later runs must not forget what the draft does well either. Texts that were quarantined
-        meanwhile are passed over."""
+        """Offer what a run has learnt from, each text to its own reservoir, and with it the newest MOST_WELL of what was
+        logged since the run before and left no failure case: later runs must not forget what the draft does well either.
+        Texts that were quarantined meanwhile are passed over."""
 
         def work(connection: Connection) -> None:
             new = run_texts.c.role == Role.NEW
@@ -89,7 +92,9 @@ class Replay:
                 generations.c.cases.is_not(None),
                 ~cases.exists(),
             )
-            query = select(*_TEXT).where(or_(texts_of(run_id, Role.NEW), well), _FREE).order_by(generations.c.seq)
+            newest_well = select(generations.c.seq).where(well).order_by(generations.c.seq.desc()).limit(MOST_WELL)
+            offered = or_(texts_of(run_id, Role.NEW), generations.c.seq.in_(newest_well))
+            query = select(*_TEXT).where(offered, _FREE).order_by(generations.c.seq)
             _offer(connection, None, connection.execute(query).all(), capacity, seed)
 
         self._db.write(work, urgent=False).result()
