@@ -48,7 +48,7 @@ from service.models.generation_config import sampling_defaults
 from service.models.machine import backend, machine_kind
 from service.models.memory import device_free_bytes
 from service.models.pair import Pair, load_pair
-from service.models.text import TextEncoder, bytes_per_token
+from service.models.text import TextEncoder, bytes_per_token, streaming_detokenizer
 from service.settings import Settings
 from service.store.access.key_ring import REFRESH_SECONDS, KeyRing
 from service.store.permissions import make_private, private_folder
@@ -299,7 +299,7 @@ class Application:
             eos=pair.eos,
             context=context,
             provenance=pair.provenance,
-            detokenizer=lambda: pair.target.tokenizer.detokenizer,
+            detokenizer=lambda: streaming_detokenizer(pair.target.tokenizer),
             weights=weight_bytes(pair.target.model, pair.draft.model if pair.draft is not None else None),
         )
 

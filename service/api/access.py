@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from http.cookies import CookieError, SimpleCookie
 from typing import cast
 
 from fastapi import APIRouter
@@ -179,12 +178,5 @@ def _keys(scope: Scope) -> Iterable[str]:
 
 
 def _cookie(scope: Scope) -> str | None:
-    for name, value in scope["headers"]:
-        if name == b"cookie":
-            try:
-                found = SimpleCookie(value.decode("latin-1")).get(COOKIE)
-            except CookieError:
-                continue
-            if found is not None:
-                return found.value
-    return None
+    # Python's own parser drops all cookies for one that it does not know, such as those of other programs on this host.
+    return HTTPConnection(scope).cookies.get(COOKIE)

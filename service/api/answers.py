@@ -51,6 +51,8 @@ class Answer:
     """The tool calls among them; each has an id."""
     logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
     finished: Finished | None = None
+    enough: bool = False
+    """It was ended after its first call, whatever the model made before it knew of that."""
 
     @property
     def text(self) -> str:
@@ -89,7 +91,7 @@ class Answer:
     def reason(self) -> EndReason:
         """Why it ended."""
         assert self.finished is not None
-        if self.finished.finish is FinishReason.LENGTH:
+        if self.finished.finish is FinishReason.LENGTH and not self.enough:
             return EndReason.LENGTH
         if self.calls:
             return EndReason.TOOL_CALLS
@@ -144,6 +146,7 @@ async def read_parts(
             answer.finished = what
         if one_call and (at := _first_call(new)) is not None:
             new = new[: at + 1]
+            answer.enough = True
             exchange.end(index)
         answer.logprobs += logprobs
         pieces = answer.add(new)

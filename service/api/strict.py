@@ -14,11 +14,15 @@ from pydantic import BeforeValidator
 from service.api.errors import printable
 from service.core import BadRequest
 
+MAX_DEPTH = 128
+"""Objects and arrays within each other in a body: pydantic writes some 250 in an answer, grammars take 128."""
+
 
 def parse_json(raw: bytes) -> object:
     """UTF-8 JSON with unique keys, finite numbers and whole characters. Raises BadRequest on anything else."""
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_constant)
+        _check_depth(value)
         if b"\\u" in raw:
             # An escape may be half of a surrogate pair, which no UTF-8 can hold.
             json.dumps(value, ensure_ascii=False).encode()
@@ -34,6 +38,17 @@ def parse_json(raw: bytes) -> object:
         raise BadRequest(f"the body is not JSON: {error.msg} at {place}", field="body") from None
     except ValueError:
         raise BadRequest("the body holds a number with too many digits", field="body") from None
+
+
+def _check_depth(value: object) -> None:
+    """Raises RecursionError beyond MAX_DEPTH."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner = [list(one.values()) if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [one for many in inner for one in many]
+        if not level:
+            return
+    raise RecursionError
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -33,7 +33,7 @@ def _load(config: Config, target: str | None, draft: str | None, k: int | None) 
     from service.engine.request import Request, TextStream
     from service.models.memory import device_free_bytes
     from service.models.pair import load_pair
-    from service.models.text import TextEncoder
+    from service.models.text import TextEncoder, streaming_detokenizer
     from service.store.stores import open_stores
 
     settings = settings_from(config, models__target=target, models__draft=draft, engine__num_draft_tokens=k)
@@ -64,7 +64,7 @@ def _load(config: Config, target: str | None, draft: str | None, k: int | None) 
     decoder.profile(1)
 
     def say(messages: Sequence[dict[str, str]], sampling: Sampling, on_delta: Callable[[Delta], None]) -> Finished:
-        text = TextStream(pair.target.tokenizer.detokenizer, sampling.stop)
+        text = TextStream(streaming_detokenizer(pair.target.tokenizer), sampling.stop)
         row = Request("0", Prompt(encoder.encode_chat(messages), sampling), pair.eos, text)
         decoder.admit(row)
         while row.finish is None:

@@ -251,9 +251,10 @@ class Decoder:
         look-ups are found in. None of it says whose it is."""
         # Requests that have ended may still have a row while a round is under way, and would be stored when it leaves.
         self._complete_pending()
-        self.prefixes.forget()
         if self.lookup is not None:
             self.lookup.forget()
+        # Last: its files may be such that they cannot be removed.
+        self.prefixes.forget()
 
     # ------------------------------------------------------------------------------------------------------- one round
 
@@ -280,6 +281,11 @@ class Decoder:
     def unfinished(self) -> bool:
         """Whether `round` has something to do or to report."""
         return bool(self.rows or self._reports)
+
+    @property
+    def reports_pending(self) -> bool:
+        """`round` has something to report without running anything."""
+        return bool(self._reports)
 
     def _complete_pending(self) -> None:
         """Complete the round under way, if any, because rows are about to change; `round` reports it later."""

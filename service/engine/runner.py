@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,6 +41,8 @@ class Runner:
         self._sampling: SamplingBatch | None = None
         self._ends: tuple[list[bool], mx.array] | None = None
         self._replay = Replay(batch.target.model, self._verified)
+        self.on_progress: Callable[[], None] = lambda: None
+        """Called between the calls of what takes longer than a round."""
 
     def launch(self, plan: Plan) -> Step:
         """Launch a round; on a CPU only its graph is made, but for rows with a grammar. Raises what the target raises."""
@@ -157,6 +159,7 @@ class Runner:
                 tokens = mx.array([text[start : start + self._prefill_chunk]])
                 batch.target(tokens, cache)
                 batch.target.activations.evaluate(cache.arrays(), tokens.size)
+                self.on_progress()
                 cache.truncate([min(start + self._prefill_chunk, len(text))])
             caches.append(cache)
         batch.cache.join(caches, [1] * len(rows), range(len(rows)), len(rows))

@@ -312,6 +312,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             self._engine = self._build()
+            self._engine.decoder.runner.on_progress = self._watchdog.beat
             while not self._stopping and self._watchdog.dead is None:
                 self._turn(self._engine)
             if self._draining and self._watchdog.dead is None:
@@ -327,12 +328,17 @@ class EngineThread:
                 return
             # What the error says is enough where it is one of ours, such as a model that is not there.
             log.error("the engine stopped: %s", error, exc_info=not isinstance(error, RedraftError))
-            self._watchdog.dead = f"the engine stopped: {type(error).__name__}: {error}"
+            # Everybody may read this. While requests run, what a library's error says may be of a prompt.
+            says = self._engine is None or isinstance(error, RedraftError)
+            self._watchdog.dead = f"the engine stopped: {type(error).__name__}" + (f": {error}" if says else "")
             self._fail_everyone(error if isinstance(error, RedraftError) else Unavailable(self._watchdog.dead))
 
     def _turn(self, engine: Engine) -> None:
         self._watchdog.beat()
         self._run_commands(engine)
+        if engine.decoder.reports_pending:
+            # Before a request of it is cancelled: it may have ended by itself.
+            self._round(engine, 0)
         self._schedule(engine)
         gather, chunk = engine.decoder.strategy.gather_seconds, engine.decoder.prefill_chunk
         due = self._scheduler.prefill_is_due(time.perf_counter(), gather, chunk)
@@ -348,7 +354,14 @@ class EngineThread:
     def _run_commands(self, engine: Engine) -> None:
         """Make the changes that were asked for, and one step of loading an adapter."""
         while self._commands:
-            self._commands.popleft().run(engine)
+            command = self._commands.popleft()
+            try:
+                command.run(engine)
+            except Exception as error:
+                # The thread ends, and knows of this one no more.
+                if not command.future.done():
+                    command.future.set_exception(Unavailable(f"the engine stopped: {type(error).__name__}"))
+                raise
         self._staging.step()
 
     def _schedule(self, engine: Engine) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from enum import Enum
 from typing import Any, cast
 
@@ -33,6 +36,13 @@ LIMITS = LLParserLimits(
 """A tenth to a half of llguidance's own: a mask takes 4 ms at most, since every row of a batch waits for it."""
 PROBED = 16
 """Tokens of an answer that are tried when a grammar is compiled: some meet their limits only then."""
+MOST_MULTIPLES = 20_000
+"""Of all `multipleOf` in a grammar together: each of their remainders is a state, and a million of them take seconds."""
+STACK_BYTES = 2**28
+"""Stack of a thread that compiles: llguidance recurses for every reference in a row, and an overflow ends the process."""
+COMPILE_SECONDS, COMPILING = 10.0, 2
+"""How long a grammar may take to compile, and how many do at a time. What takes longer goes on where nobody waits for it, since
+nothing can stop it."""
 JSON_STYLE: dict[str, Any] = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 """JSON as `json.dumps` writes it: what no choice is left to can be proposed without a draft."""
 
@@ -102,6 +112,7 @@ class Grammars:
         self._vocabulary = vocabulary
         self._eos = frozenset(eos)
         self._lock = threading.Lock()
+        self._compiling = threading.Semaphore(COMPILING)
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
 
@@ -117,8 +128,12 @@ class Grammars:
         """The same of a grammar as it is stored. Raises BadRequest when it cannot be compiled."""
         with self._lock:
             tokenizer = self._tokenizer = self._tokenizer or self._make_tokenizer(field)
-            matcher = self._compiled.pop(grammar.text, None) or _compile(tokenizer, grammar.text, field)
+            known = self._compiled.get(grammar.text)
+        # Not within the lock: others use what is compiled already.
+        matcher = known or self._compile(tokenizer, grammar.text, field)
+        with self._lock:
             self._compiled[grammar.text] = matcher
+            self._compiled.move_to_end(grammar.text)
             if len(self._compiled) > COMPILED:
                 self._compiled.popitem(last=False)
             copy = matcher.deep_copy()
@@ -129,6 +144,34 @@ class Grammars:
         with self._lock:
             self._compiled.clear()
 
+    def _compile(self, tokenizer: LLTokenizer, grammar: str, field: str) -> LLMatcher:
+        """Compile on a thread with STACK_BYTES, for COMPILE_SECONDS at most. Raises BadRequest."""
+        if (multiples := _multiples(grammar)) > MOST_MULTIPLES:
+            reason = f"its multipleOf come to {multiples:.0f} together, and may to {MOST_MULTIPLES}"
+            raise BadRequest(f"it cannot be compiled: {reason}", field=field)
+        if not self._compiling.acquire(timeout=COMPILE_SECONDS):
+            raise BadRequest("it cannot be compiled now: others take too long", field=field)
+        made: Future[LLMatcher] = Future()
+
+        def work() -> None:
+            try:
+                made.set_result(_compile(tokenizer, grammar, field))
+            except BaseException as error:  # noqa: BLE001  (whoever waits gets it)
+                made.set_exception(error)
+            finally:
+                self._compiling.release()
+
+        with _starting:
+            before = threading.stack_size(STACK_BYTES)
+            try:
+                threading.Thread(target=work, name="redraft-grammar", daemon=True).start()
+            finally:
+                threading.stack_size(before)
+        try:
+            return made.result(COMPILE_SECONDS)
+        except TimeoutError:
+            raise BadRequest(f"it cannot be compiled within {COMPILE_SECONDS:.0f} s", field=field) from None
+
     def _make_tokenizer(self, field: str) -> LLTokenizer:
         inner = getattr(self._source, "_tokenizer", None)
         if not isinstance(inner, PreTrainedTokenizerFast) or not self._eos:
@@ -137,6 +180,31 @@ class Grammars:
             return from_tokenizer(inner, n_vocab=max(self._vocabulary, len(inner)), eos_token=sorted(self._eos))
         except ValueError as error:
             raise BadRequest("this model's tokenizer has no form that grammars can use", field=field) from error
+
+
+_starting = threading.Lock()
+"""The size of a new thread's stack is the process's."""
+
+
+def _multiples(grammar: str) -> float:
+    """All `multipleOf` of the schemas in a grammar as llguidance takes it, added up: of JSON, or of Lark with JSON in it."""
+    starts = [0] if grammar.startswith("{") else [found.end() for found in re.finditer(r"%json\s*", grammar)]
+    total, left = 0.0, list[Any]()
+    for start in starts:
+        with suppress(ValueError):
+            left.append(json.JSONDecoder().raw_decode(grammar, start)[0])
+    while left:
+        match left.pop():
+            case dict() as found:
+                items = cast("dict[str, Any]", found)
+                if isinstance(multiple := items.get("multipleOf"), int | float):
+                    total += abs(multiple)
+                left += items.values()
+            case list() as found:
+                left += cast("list[Any]", found)
+            case _:
+                pass
+    return total
 
 
 def _compile(tokenizer: LLTokenizer, grammar: str, field: str) -> LLMatcher:

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from jinja2 import TemplateError
 from mlx_lm.generate import make_text_state_machine
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, StreamingDetokenizer, TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
 from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerBase
@@ -104,6 +104,14 @@ class _WithoutTools:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
+
+
+def streaming_detokenizer(tokenizer: TokenizerWrapper) -> StreamingDetokenizer:
+    """mlx-lm's, but that of a byte-level tokenizer leaves no first space out: an answer to plain text goes on from it."""
+    made = tokenizer.detokenizer
+    if isinstance(made, BPEStreamingDetokenizer):
+        setattr(made, "_maybe_trim_space", str)  # noqa: B010  (which returns the text as it is)
+    return made
 
 
 class TextEncoder:

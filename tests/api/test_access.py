@@ -244,6 +244,10 @@ def test_a_session_is_worth_what_its_key_is(http: httpx.Client, place: Place, wh
     cookie = cookie_of(answer)
     name = CONFIGURED[Access.CLIENT] if who == "own" else who
     assert http.get("/session", headers=cookie).json() == {"role": role, "key": name, "asks_for_key": True}
+    for others in ('g_state={"i_l":0}', "flag", "a=b c"):
+        # Of other programs on this host.
+        beside = {"cookie": f"{others}; {cookie['cookie']}"}
+        assert http.get("/session", headers=beside).json()["role"] == role, others
     adapters = 200 if role == "operator" else 403
     assert http.get("/adapters", headers=cookie).status_code == adapters
     # What changes something needs the Origin that a browser sends with it; another port is another origin.

@@ -201,6 +201,7 @@ def test_a_wrong_field_is_named(server: EchoServer, http: httpx.Client, asked: d
         b'{"prompt": "a", "temperature": -Infinity}',
         b'{"prompt": "a", "seed": ' + b"9" * 5_000 + b"}",
         b'{"prompt": ' + b"[" * 9_000 + b"]" * 9_000 + b"}",
+        b'{"prompt": ' + b'{"a": [' * 70 + b"]}" * 70 + b"}",
         b'{"a":' * 3_000 + b"1" + b"}" * 3_000,
     ],
     ids=lambda body: body[:25].decode("ascii", "backslashreplace"),

@@ -266,6 +266,16 @@ def test_without_parallel_tool_calls_the_answer_ends_after_the_first(stream: boo
     assert server.engine.tickets[0].cancelled.is_set()
 
 
+@pytest.mark.parametrize("more", [1, 8])
+def test_a_whole_call_is_no_cut_one_where_the_limit_comes_just_behind_it(
+    server: EchoServer, http: httpx.Client, more: int
+) -> None:
+    asked = {"messages": user(CALL + "x" * 90), "tools": [TOOL], "parallel_tool_calls": False}
+    answer = http.post(CHAT, json={**asked, "max_tokens": len(CALL) + more}).json()
+    (choice,) = answer["choices"]
+    assert (len(choice["message"]["tool_calls"]), choice["finish_reason"]) == (1, "tool_calls")
+
+
 def test_a_tools_round_trip(server: EchoServer, http: httpx.Client) -> None:
     turns = [
         *user("when?"),

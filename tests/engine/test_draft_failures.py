@@ -153,8 +153,11 @@ def test_an_error_raised_during_verification(
         return logits + truncated(tmp_path, kind) if calls == 6 and tokens.shape[1] <= 2 else logits
 
     decoder = Decoder(target(), bare(HookedDraft(spoil)), vocabulary=VOCABULARY, k=K)
+    progress: list[None] = []
+    decoder.runner.on_progress = lambda: progress.append(None)
     decode(decoder, rows_of(3, kind=rows))
     assert decoder.draft_failures == 1
+    assert progress, "rows were prefilled again, and a watchdog has to know"
 
 
 @pytest.mark.own_process

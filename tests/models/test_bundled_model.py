@@ -23,7 +23,7 @@ from service.engine.decoder import Decoder
 from service.engine.request import Request
 from service.models import catalog
 from service.models.pair import Loaded, Pair, load_model, load_pair
-from service.models.text import TextEncoder
+from service.models.text import TextEncoder, streaming_detokenizer
 from tests.support.oracle import forced
 from tests.support.schemas import complete_answers
 from tests.support.typed import layers_of, load_arrays
@@ -219,3 +219,13 @@ def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="disk full"):
         catalog._make_once(folder, "1", build)
     assert [path.name for path in folder.parent.iterdir()] == [".thing.lock"]
+
+
+@pytest.mark.parametrize("text", [" Paris is", "    return x", "no space", "  "])
+def test_an_answers_text_is_all_of_its_tokens(bundled: Loaded, text: str) -> None:
+    """Also where it begins with a space, as what goes on from a plain text does."""
+    made = streaming_detokenizer(bundled.tokenizer)
+    for token in bundled.tokenizer.encode(text, add_special_tokens=False):
+        made.add_token(token)
+    made.finalize()
+    assert made.text == text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from mlx_lm.utils import load_tokenizer
 
 from service.core import BadRequest, Grammar, GrammarKind
-from service.models import grammar
+from service.models import grammar as grammar_module
 from service.models.grammar import MAX_CHARS, Grammars, TokenConstraint, free_hermes_grammar, hermes_grammar
 from service.models.text import TextEncoder
 
@@ -170,7 +171,54 @@ HOSTILE: dict[str, Callable[[], Grammar]] = {
     "recursive without end": lambda: json_grammar({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}),
     "impossible": lambda: json_grammar({"type": "string", "enum": [5]}),
     "no schema": lambda: json_grammar({"type": "nothing"}),
+    "a million states": lambda: json_grammar({"type": "integer", "multipleOf": 1_000_003}),
+    "the same in Lark": lambda: lark_grammar('start: %json {"type": "integer", "multi\\u0070leOf": 1000003}'),
+    "many multiples": lambda: json_grammar(
+        {"enum": [], "properties": {str(i): {"multipleOf": 999} for i in range(99)}}
+    ),
+    "a chain of alternatives": lambda: json_grammar(chain(1500, lambda link: {"anyOf": [link, {"type": "null"}]})),
 }
+
+
+def chain(links: int, wrapped: Callable[[object], object]) -> dict[str, object]:
+    """A schema in which so many definitions refer to the next one each."""
+    definitions = {f"a{i}": wrapped({"$ref": f"#/$defs/a{i + 1}"}) for i in range(links)}
+    return {"$ref": "#/$defs/a0", "$defs": {**definitions, f"a{links}": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        lambda: json_grammar(chain(1700, lambda link: {"type": "object", "properties": {"a": link}})),
+        lambda: json_grammar(chain(3500, lambda link: link)),
+        lambda: lark_grammar("\n".join(["start: a0", *(f'a{i}: a{i + 1} "x"' for i in range(5000)), 'a5000: "y"'])),
+    ],
+    ids=["properties", "references", "rules"],
+)
+def test_long_chains_of_references_do_not_overflow_the_stack(
+    grammars: Grammars, grammar: Callable[[], Grammar]
+) -> None:
+    constraint = grammars.constraint(grammar())
+    assert any(constraint.copy().masks(())[0])
+
+
+def test_what_is_compiled_is_had_while_others_compile(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars.constraint(choice_grammar(["warm"]))
+    going, compile_ = threading.Event(), grammar_module._compile  # pyright: ignore[reportPrivateUsage]
+
+    def slow(*given: Any) -> Any:
+        going.wait(60)
+        return compile_(*given)
+
+    monkeypatch.setattr(grammar_module, "_compile", slow)
+    monkeypatch.setattr(grammar_module, "COMPILE_SECONDS", 0.2)
+    for text in ("one", "two", "three"):
+        with pytest.raises(BadRequest, match="cannot be compiled"):
+            grammars.constraint(choice_grammar([text]))
+    assert any(grammars.constraint(choice_grammar(["warm"])).masks(())[0])
+    going.set()
+    monkeypatch.setattr(grammar_module, "COMPILE_SECONDS", 60.0)
+    assert any(grammars.constraint(choice_grammar(["three"])).masks(())[0])
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -231,7 +279,7 @@ def test_what_is_too_much_on_the_way_ends_the_answer_and_holds_nobody_up(
 def test_grammars_stay_compiled(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     schema = json_grammar(nested(2))
     grammars.constraint(schema)
-    monkeypatch.setattr(grammar, "_compile", None)
+    monkeypatch.setattr(grammar_module, "_compile", None)
     grammars.constraint(schema)
 
 
