@@ -13,6 +13,7 @@ from service.api.answers import collect
 from service.api.asking import Asked, Chat, Frontend
 from service.api.compatible import wrapped
 from service.api.errors import describe
+from service.api.events import frame
 from service.api.exchange import DONE, KEEP_ALIVE, EventStream, Exchange
 from service.api.schemas import DEFAULTS, DeltaAnswer, GenerateAnswer, GenerateRequest, Summary, TimingsAnswer, Usage
 from service.api.strict import StrictRoute
@@ -121,4 +122,4 @@ def _summary(finished: Finished, model: str, with_tokens: bool) -> Summary:
 
 
 def _data(answer: BaseModel, *, exclude_none: bool = True) -> bytes:
-    return f"data: {answer.model_dump_json(exclude_none=exclude_none)}\n\n".encode()
+    return frame(answer.model_dump_json(exclude_none=exclude_none))

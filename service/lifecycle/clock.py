@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 from apscheduler.executors.pool import ThreadPoolExecutor
 from apscheduler.jobstores.memory import MemoryJobStore
 from apscheduler.schedulers.background import BackgroundScheduler
 
 
+class _Scheduler(BackgroundScheduler):
+    """Goes on where the machine's clock is set back; APScheduler would wait until it has caught up. seconds: between ticks."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(
+            jobstores={"default": MemoryJobStore()}, executors={"default": ThreadPoolExecutor(1)}, timezone=UTC
+        )
+        self._seconds = seconds
+
+    def _process_jobs(self) -> float | None:
+        latest = datetime.now(UTC) + timedelta(seconds=self._seconds + 1.0)
+        for job in self.get_jobs():
+            if job.next_run_time > latest:
+                job.modify(next_run_time=datetime.now(UTC))
+        wait: float | None = super()._process_jobs()
+        return None if wait is None else min(wait, self._seconds)
+
+
 class Clock:
     """Calls `tick` every `seconds`, on one thread of its own, never twice at once; missed ticks are made up by one."""
 
     def __init__(self, tick: Callable[[], object], seconds: float) -> None:
-        self._scheduler = BackgroundScheduler(
-            jobstores={"default": MemoryJobStore()}, executors={"default": ThreadPoolExecutor(1)}, timezone=UTC
-        )
+        self._scheduler = _Scheduler(seconds)
         self._scheduler.add_job(
             tick,
             "interval",

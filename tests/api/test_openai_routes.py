@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -274,6 +274,28 @@ def test_a_whole_call_is_no_cut_one_where_the_limit_comes_just_behind_it(
     answer = http.post(CHAT, json={**asked, "max_tokens": len(CALL) + more}).json()
     (choice,) = answer["choices"]
     assert (len(choice["message"]["tool_calls"]), choice["finish_reason"]) == (1, "tool_calls")
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        (CHAT, lambda text: {"messages": user(text)}),
+        ("/v1/messages", lambda text: {"messages": user(text), "max_tokens": 99}),
+        ("/v1/responses", lambda text: {"input": text}),
+        ("/v1/completions", lambda text: {"prompt": text}),
+        ("/generate", lambda text: {"prompt": text}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_no_text_cuts_a_frame(http: httpx.Client, path: str, asked: Callable[[str], dict[str, object]]) -> None:
+    """Clients split lines as Python does, at more characters than end a line of server-sent events."""
+    text = "a\u2028b\u2029c\x85d\x0be\x1cf"
+    with http.stream("POST", path, json={**asked(text), "stream": True}) as response:
+        lines = [line for line in response.iter_lines() if line]
+    assert response.status_code == 200 and len(lines) > 3
+    data = [line.removeprefix("data: ") for line in lines if not line.startswith("event: ")]
+    frames = [json.loads(each) for each in data if each != "[DONE]"]
+    assert all(isinstance(each, dict) for each in frames) and "\\u2028" in json.dumps(frames)
 
 
 def test_a_tools_round_trip(server: EchoServer, http: httpx.Client) -> None:

@@ -1,5 +1,6 @@
 import threading
 import time
+from datetime import datetime, timedelta, tzinfo
 
 import pytest
 
@@ -68,5 +69,29 @@ def test_a_tick_that_fails_does_not_stop_the_clock() -> None:
     try:
         for _ in range(3):
             assert again.acquire(timeout=60)
+    finally:
+        clock.stop()
+
+
+def test_it_goes_on_where_the_machine_s_clock_is_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hours, as when a machine starts before it has asked for the time."""
+
+    class Now(datetime):
+        back = timedelta(0)
+
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return datetime.now(tz) - cls.back
+
+    monkeypatch.setattr("apscheduler.schedulers.base.datetime", Now)
+    monkeypatch.setattr("service.lifecycle.clock.datetime", Now)
+    ticks = threading.Semaphore(0)
+    clock = Clock(ticks.release, 0.05)
+    clock.start()
+    try:
+        assert ticks.acquire(timeout=5)
+        Now.back = timedelta(hours=3)
+        for _ in range(10):
+            assert ticks.acquire(timeout=5)
     finally:
         clock.stop()

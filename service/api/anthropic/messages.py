@@ -43,6 +43,7 @@ from service.api.compatible import (
     sampling,
 )
 from service.api.errors import describe
+from service.api.events import frame
 from service.api.exchange import Exchange
 from service.api.schemas import TimingsAnswer
 from service.core import Grammar, Piece, PieceKind, RedraftError, Sampling
@@ -312,5 +313,4 @@ def _block(item: Piece) -> BlockAnswer:
 
 
 def _event(kind: str, **fields: object) -> bytes:
-    data = json.dumps({"type": kind, **fields}, ensure_ascii=False)
-    return f"event: {kind}\ndata: {data}\n\n".encode()
+    return frame(json.dumps({"type": kind, **fields}, ensure_ascii=False), kind)

@@ -24,6 +24,7 @@ from service.api.compatible import (
     template_options,
 )
 from service.api.errors import describe
+from service.api.events import frame
 from service.api.exchange import DONE, KEEP_ALIVE, Exchange
 from service.api.openai.answer_schemas import (
     ChatAnswer,
@@ -357,4 +358,4 @@ class _Writer:
 
 def server_sent(data: BaseModel) -> bytes:
     """An event of a stream, with the fields that were set."""
-    return f"data: {data.model_dump_json(exclude_unset=True)}\n\n".encode()
+    return frame(data.model_dump_json(exclude_unset=True))

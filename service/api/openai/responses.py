@@ -25,6 +25,7 @@ from service.api.compatible import (
     template_options,
 )
 from service.api.errors import describe
+from service.api.events import frame
 from service.api.exchange import KEEP_ALIVE, Exchange
 from service.api.openai.answer_schemas import MetricsAnswer
 from service.api.openai.chat import arguments_of, choice_logprobs
@@ -389,7 +390,7 @@ class _Writer:
     def _event(self, kind: str, **fields: object) -> bytes:
         event = _Event.model_validate({"type": kind, "sequence_number": self._sequence, **fields})
         self._sequence += 1
-        return f"event: {kind}\ndata: {event.model_dump_json()}\n\n".encode()
+        return frame(event.model_dump_json(), kind)
 
 
 class _Event(ResponseModel, extra="allow"):
