@@ -100,7 +100,7 @@ class Supervisor:
 
     def _warn_of_another_target(self) -> None:
         adapters, active = self._context.stores.adapters, self._context.active_adapter()
-        if active != BARE_DRAFT and adapters.target_of(active) != self._context.who.target:
+        if active != BARE_DRAFT and adapters.target_of(active) not in (self._context.who.target, None):
             log.warning(
                 "adapter %d learnt from another target than the one that serves now, and was proven with that one: "
                 "`redraft adapters activate bare` serves without it, a home of its own (REDRAFT_HOME) keeps them apart",

@@ -79,7 +79,7 @@ def newest_of_pair(
     found, below = list[Row[Any]](), None
     while len(found) < limit:
         where = [generations.c.seq > after, *([generations.c.seq < below] if below is not None else [])]
-        size = max(limit, PAGE)
+        size = limit if below is None else max(limit, PAGE)
         rows = newest(database, size, generations.c.seq, generations.c.output_tokens, *columns, where=where)
         found += [row for row in rows if same_pair(row, who) and row.output_tokens > 0]
         if len(rows) < size:

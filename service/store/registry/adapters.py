@@ -111,11 +111,14 @@ class Adapters:
             row = _active(connection, draft)
         return None if row is None else self._ref(row)
 
-    def target_of(self, adapter_id: int) -> str:
-        """Fingerprint of the target whose answers the adapter's run learnt from. Raises NotFound."""
+    def target_of(self, adapter_id: int) -> str | None:
+        """Fingerprint of the target whose answers the adapter's run learnt from; None: it is not known which run. Raises
+        NotFound."""
         with self._db.read() as connection:
             run = _row(connection, adapter_id).run
-            return connection.execute(select(training_runs.c.target).where(training_runs.c.id == run)).scalar_one()
+            return connection.execute(
+                select(training_runs.c.target).where(training_runs.c.id == run)
+            ).scalar_one_or_none()
 
     def serves_since(self, draft: str) -> int:
         """The newest generation (seq) when what serves this draft, an adapter or none, began to. 0: that is not known."""
