@@ -132,5 +132,5 @@ def test_requests_that_fail_together_wake_the_event_loop_once(
         answers = ask_together(server, seen, [False, True])
     for whole, streamed in zip(answers[::2], answers[1::2], strict=True):
         assert whole.status_code == 503
-        assert "event: error" in streamed.text and "no such luck" in streamed.text
+        assert "the engine stopped: RuntimeError" in streamed.text and "event: error" in streamed.text
     assert seen.wake_ups == [*seen.awaited, 3]
