@@ -31,6 +31,10 @@ class Scores:
     golden: Mapping[str, Sequence[Score]]
     steps: Mapping[str, float] = field(default_factory=dict[str, float])
 
+    def lengths(self, adapter: str) -> int:
+        """Draft lengths that it was scored at; 0 without scores."""
+        return max((len(score.calls) for score in self.by_adapter.get(adapter, ())), default=0)
+
     def step(self, adapter: str, *, relative_to: str) -> float:
         """How many times what it costs with `relative_to` a draft step costs with `adapter`; 1 where that was not measured."""
         if adapter not in self.steps or relative_to not in self.steps:

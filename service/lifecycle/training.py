@@ -291,7 +291,7 @@ class RunJob:
         except KeyError as error:
             raise ValueError(f"none of {error}") from error
         step = scores.step(CANDIDATE, relative_to=str(parent))
-        kinds = self._context.measured_costs(max((len(score.calls) for score in candidate), default=0))
+        kinds = self._context.measured_costs(scores.lengths(CANDIDATE))
         verdicts = [
             self._context.judge(
                 candidate,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from datetime import timedelta
 
-from service.core import BARE_DRAFT, AdapterRef, AdapterState, IllegalMove, RoundCosts, Score, Verdict
+from service.core import BARE_DRAFT, AdapterRef, AdapterState, IllegalMove, RoundCosts, Verdict
 from service.lifecycle.child import Child
 from service.lifecycle.context import LifecycleContext
 from service.lifecycle.interim_check import CheckResult, check_schedule, interim_check
@@ -170,9 +169,10 @@ class WatchJob:
         ref, adapters = self._ref, self._context.stores.adapters
         if adapters.evaluations(ref.id, EvaluationKind.WATCH):
             return  # an operator chose it meanwhile
-        costs = self._context.own_costs(max((len(score.calls) for score in self._scored()), default=0))
+        scores = self._scores or Scores({}, golden={})
+        costs = self._context.own_costs(scores.lengths(str(ref.id)))
         try:
-            result = self._check(self._scores or Scores({}, golden={}), costs)
+            result = self._check(scores, costs)
         except ValueError as error:
             self._watch.failed(ref, f"its scores cannot be judged: {error}")
             return
@@ -191,10 +191,6 @@ class WatchJob:
         log.info("adapter %d %s", ref.id, result.verdict.reason)
         if result.short:
             log.warning("adapter %d: the engine accepts less of its drafts than its scores say", ref.id)
-
-    def _scored(self) -> Sequence[Score]:
-        """The watched adapter's scores."""
-        return () if self._scores is None else self._scores.by_adapter.get(str(self._ref.id), ())
 
     def _check(self, scores: Scores, costs: RoundCosts | None) -> CheckResult:
         """Raises ValueError when the scores are not what they should be."""

@@ -130,7 +130,7 @@ class Grammars:
             tokenizer = self._tokenizer = self._tokenizer or self._make_tokenizer(field)
             known = self._compiled.get(grammar.text)
         # Not within the lock: others use what is compiled already.
-        matcher = known or self._compile(tokenizer, grammar.text, field)
+        matcher = known or self._compile_apart(tokenizer, grammar.text, field)
         with self._lock:
             self._compiled[grammar.text] = matcher
             self._compiled.move_to_end(grammar.text)
@@ -144,7 +144,7 @@ class Grammars:
         with self._lock:
             self._compiled.clear()
 
-    def _compile(self, tokenizer: LLTokenizer, grammar: str, field: str) -> LLMatcher:
+    def _compile_apart(self, tokenizer: LLTokenizer, grammar: str, field: str) -> LLMatcher:
         """Compile on a thread with STACK_BYTES, for COMPILE_SECONDS at most. Raises BadRequest."""
         if (multiples := _multiples(grammar)) > MOST_MULTIPLES:
             reason = f"its multipleOf come to {multiples:.0f} together, and may to {MOST_MULTIPLES}"
