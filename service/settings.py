@@ -192,7 +192,7 @@ class TrainingSettings(Section):
     memory_gb: float = Field(default=0.0, ge=0)
     """Refuse to train when less than this of the device's memory is free; 0: estimated from the models."""
     timeout_seconds: float = Field(default=3600.0, gt=0)
-    """A run may take so long, pauses not counted."""
+    """A run may take so long; pauses, and the time for which the machine sleeps, are not counted."""
     pause_on_battery: bool = True
     """Pause runs, and start none, while the machine runs on its battery."""
     pause_when_hot: bool = True

@@ -60,28 +60,38 @@ class TextStream:
         """The stop string that is complete."""
         self.sent = 0
         self.end: int | None = None
+        self.finished = False
 
     def add(self, token: int) -> bool:
         """Append a token. Returns True when a stop string is complete; it and what follows are not part of the text."""
         # An id of the padding behind the vocabulary, or of a hole in it, has no text.
         with suppress(IndexError, TypeError):
             self.detokenizer.add_token(token)
-        if self.stop:
+        return self._stopped()
+
+    def finish(self) -> bool:
+        """The request has ended: nothing is held back. Returns True when a stop string is complete, also in text that the
+        detokenizer held back."""
+        self.finished = True
+        if self.end is None:
+            # Incomplete bytes among which a token without bytes came.
+            with suppress(KeyError):
+                self.detokenizer.finalize()
+        return self._stopped()
+
+    def _stopped(self) -> bool:
+        if self.stop and self.end is None:
             text = self.detokenizer.text
             # A new match ends in unsent text, so it starts at most its own length before the end of the sent text.
             found = [(at, stop) for stop in self.stop if (at := text.find(stop, max(0, self.sent - len(stop)))) >= 0]
             self.end, self.stopped_by = min(found, default=(None, None))
         return self.end is not None
 
-    def delta(self, final: bool = False) -> str:
-        """New text since the last call that can be sent. final: the request has ended, nothing is held back."""
-        if final and self.end is None:
-            # Incomplete bytes among which a token without bytes came.
-            with suppress(KeyError):
-                self.detokenizer.finalize()
+    def delta(self) -> str:
+        """New text since the last call that can be sent."""
         text = self.detokenizer.text[: self.end]
         safe = len(text)
-        if not final and self.end is None:
+        if not self.finished and self.end is None:
             safe -= max((self._overlap(text, stop) for stop in self.stop), default=0)
         out = text[self.sent : safe]
         self.sent = max(self.sent, safe)
@@ -171,11 +181,13 @@ class Request:
             if constraint.failed:
                 # Only the end was allowed: the answer is cut, not complete.
                 self.finish = FinishReason.LENGTH
+        if self.finish and self.text is not None and self.text.finish():
+            self.finish = FinishReason.STOP
         verified = min(len(drafted), emitted) if self.finish else len(drafted)
         self.rounds.append(Round(adapter, start, verified, min(accepted, emitted), emitted, source))
         self.last_token_at = time.perf_counter()
         self.first_token_at = self.first_token_at or self.last_token_at
-        text = self.text.delta(final=self.finish is not None) if self.text is not None else ""
+        text = self.text.delta() if self.text is not None else ""
         return Delta(text, tuple(tokens[:emitted]), tuple(i < accepted for i in range(emitted)))
 
     def add_evidence(

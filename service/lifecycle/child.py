@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from datetime import datetime, timedelta
+from collections.abc import Callable
 from enum import StrEnum
 
 from service.core import JobHandle
@@ -23,16 +24,17 @@ class Pause(StrEnum):
 class Child:
     """One job of a child process. `poll` fills `inbox`; whoever reads it takes a message off only after handling it, so that a
     failure to handle it (the database is away) loses nothing. The last message is always an Ending, and then the job has
-    ended."""
+    ended. timer: seconds since some moment; the usual one stands still while the machine sleeps."""
 
-    def __init__(self, handle: JobHandle, started: datetime) -> None:
+    def __init__(self, handle: JobHandle, timer: Callable[[], float] = time.monotonic) -> None:
         self.inbox: deque[Message] = deque()
         self._handle = handle
-        self._started = started
+        self._timer = timer
+        self._started = timer()
         self._silent_end = False
         self._ended = False
-        self._paused_since: datetime | None = None
-        self._paused_before = timedelta()
+        self._paused_since: float | None = None
+        self._paused_before = 0.0
         self._reasons: set[Pause] = set()
         self._lock = threading.Lock()
 
@@ -51,7 +53,7 @@ class Child:
         """It has ended and all of its messages have been handled."""
         return self._ended and not self.inbox
 
-    def poll(self, now: datetime, limit_seconds: float) -> None:
+    def poll(self, limit_seconds: float) -> None:
         """Receive what it has written since the last call. It may run for `limit_seconds`, pauses not counted, then it is
         killed."""
         if self._ended:
@@ -70,13 +72,13 @@ class Child:
             return
         elif code is not None:
             self.inbox.append(Crashed(f"the child ended with exit code {code}"))
-        elif (now - self._started - self._paused_for(now)).total_seconds() > limit_seconds:
+        elif self._timer() - self._started - self._paused_seconds() > limit_seconds:
             self.inbox.append(Crashed(f"the child did not end within {limit_seconds:g} s"))
         else:
             return
         self.stop()
 
-    def pause(self, reason: Pause, on: bool, now: datetime) -> None:
+    def pause(self, reason: Pause, on: bool) -> None:
         """Set or clear one reason to pause, from any thread: it pauses while there is any. Sends only what is new."""
         with self._lock:
             if on:
@@ -86,14 +88,12 @@ class Child:
             paused = bool(self._reasons)
             if paused is (self._paused_since is not None) or self._ended:
                 return
-            self._paused_before = self._paused_for(now)
-            self._paused_since = now if paused else None
+            self._paused_before = self._paused_seconds()
+            self._paused_since = self._timer() if paused else None
             self._handle.pause(paused)
 
-    def _paused_for(self, now: datetime) -> timedelta:
-        """In all, until now. A clock set back takes nothing off."""
-        here = now - self._paused_since if self._paused_since is not None else timedelta()
-        return self._paused_before + max(here, timedelta())
+    def _paused_seconds(self) -> float:
+        return self._paused_before + (self._timer() - self._paused_since if self._paused_since is not None else 0.0)
 
     def stop(self) -> None:
         """End the job, whatever it does. Idempotent: its process may do another by then."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 
 from service.core import (
@@ -62,9 +63,9 @@ class LifecycleContext:
     judge: Callable[..., Verdict] = gate.judge
     clock: Callable[[], datetime] | None = None
 
-    def now(self) -> datetime:
-        """This machine's time in UTC, by which children are timed."""
-        return self.clock() if self.clock is not None else datetime.now(UTC)
+    def timer(self) -> float:
+        """Seconds since some moment, by which children are timed: a clock that is set and a machine that sleeps add none."""
+        return self.clock().timestamp() if self.clock is not None else time.monotonic()
 
     def database_now(self) -> datetime:
         """The database's time, by which rows are dated."""
@@ -105,7 +106,7 @@ class LifecycleContext:
 
     def launch(self, **job: object) -> Child:
         """Start a child on the common job description and this. Raises OSError."""
-        return Child(self.launcher.launch({**self.rules.spec, **job}), self.now())
+        return Child(self.launcher.launch({**self.rules.spec, **job}), self.timer)
 
     def crash(self, run: TrainingRun, reason: str, *, give_back: bool = False) -> None:
         """End a run as CRASHED: its texts are free. give_back: they cannot be to blame, it is as if it had never had them."""

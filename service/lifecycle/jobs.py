@@ -82,7 +82,7 @@ class JobSlot:
         tick. The run's row shows it at the next tick."""
         with self._pausing:
             if (job := self.job) is not None:
-                job.child.pause(Pause.BUSY, job.yields(self._demand()), self._context.now())
+                job.child.pause(Pause.BUSY, job.yields(self._demand()))
 
     def poll(self) -> None:
         """Handle what the child has sent, and free the slot when it has ended. Raises what a handler raised: the message is
@@ -90,7 +90,7 @@ class JobSlot:
         job = self.job
         if job is None:
             return
-        job.child.poll(self._context.now(), job.limit_seconds)
+        job.child.poll(job.limit_seconds)
         try:
             self.pause_for_requests()
             job.pause(self._demand(), self._strain())

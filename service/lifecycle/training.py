@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Collection
 from dataclasses import replace
-from datetime import datetime
 
 from service.core import (
     AdapterRef,
@@ -122,7 +121,7 @@ class RunJob:
         """It was stopped here: what it sent before does not count any more."""
         self._paused_seconds = 0.0
         """How long it was paused, less the time for which it has worked since; never below 0."""
-        self._counted_at: datetime | None = None
+        self._counted_at = context.timer()
         self._texts_recorded = False
         """Whether all that it learns from is in run_texts."""
 
@@ -145,10 +144,10 @@ class RunJob:
         that has been paused for too long is given up: it has the target in memory, and other runs wait for its end."""
         # Whoever asks for a run wants it now, on battery or not.
         strained = None if self._asked else strain
-        busy, now = self.yields(demand), self._context.now()
-        self._count_pauses(now)
+        busy = self.yields(demand)
+        self._count_pauses()
         reason = strained or ((ASKED if self._practises else BUSY) if busy else None)
-        self._child.pause(Pause.STRAIN, strained is not None, now)
+        self._child.pause(Pause.STRAIN, strained is not None)
         run, runs = self._run, self._context.stores.runs
         if self._child.ended:
             return
@@ -162,9 +161,9 @@ class RunJob:
                 runs.get(run.id), f"given up after {GIVE_UP_SECONDS / 60:.0f} minutes of pauses: {reason}"
             )
 
-    def _count_pauses(self, now: datetime) -> None:
-        elapsed = max((now - (self._counted_at or now)).total_seconds(), 0.0)
-        self._counted_at = now
+    def _count_pauses(self) -> None:
+        now = self._context.timer()
+        elapsed, self._counted_at = now - self._counted_at, now
         self._paused_seconds = max(self._paused_seconds + (-elapsed if self._paused is None else elapsed), 0.0)
 
     @property

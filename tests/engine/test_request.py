@@ -25,10 +25,11 @@ def streamed(text: str, *stop: str) -> tuple[list[str], bool]:
     pieces: list[str] = []
     for letter in text:
         stopped = stream.add(ord(letter))
-        pieces.append(stream.delta(final=stopped))
+        pieces.append(stream.delta())
         if stopped:
             return pieces, True
-    return [*pieces, stream.delta(final=True)], False
+    assert not stream.finish()
+    return [*pieces, stream.delta()], False
 
 
 class Words:
@@ -55,7 +56,8 @@ def test_an_id_without_a_token_has_no_text_and_ends_nothing(
     stream = TextStream(kind(Words(words)), ())
     for token in (0, 2, 1):
         assert not stream.add(token)
-    assert stream.delta(final=True) == "one two"
+    assert not stream.finish()
+    assert stream.delta() == "one two"
 
 
 def test_bytes_that_stay_incomplete_end_nothing() -> None:
@@ -63,7 +65,8 @@ def test_bytes_that_stay_incomplete_end_nothing() -> None:
     stream = TextStream(BPEStreamingDetokenizer(Words(["one", "\uff5cend\uff5c\u00e3"])), ())
     for token in (0, 1):
         stream.add(token)
-    assert stream.delta(final=True).startswith("one")
+    assert not stream.finish()
+    assert stream.delta().startswith("one")
 
 
 def test_a_stop_string_across_tokens_never_shows() -> None:
@@ -126,6 +129,17 @@ def test_positions_behind_a_stop_string_are_not_counted() -> None:
     request.append_round([*b"xabyz"], [*b"xaby"], Source.LOOKUP, adapter=3)
     assert request.finish is FinishReason.STOP
     assert [(done.drafted, done.accepted, done.emitted) for done in request.rounds] == [(3, 3, 3)]
+
+
+@pytest.mark.parametrize("end", [9, 3])
+def test_a_stop_string_whose_last_character_is_held_back_ends_the_text(end: int) -> None:
+    """The detokenizer holds a space back until the next token; here none comes."""
+    words = BPEStreamingDetokenizer(Words(["one", "\u0120two", "\u0120", None]))
+    sampling = Sampling(stop=("two ",), max_tokens=3 if end == 9 else 9)
+    request = Request("r", Prompt((0,), sampling), frozenset({end}), TextStream(words, sampling.stop))
+    delta = request.append_round([0, 1, 2, *([end] if end == 3 else [])], [0, 1, 2], Source.DRAFT, adapter=0)
+    assert (delta.text, request.finish) == ("one ", FinishReason.STOP)
+    assert request.text is not None and request.text.stopped_by == "two "
 
 
 def test_a_round_that_passes_max_tokens_is_cut_there() -> None:

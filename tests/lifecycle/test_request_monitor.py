@@ -4,7 +4,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ from service.lifecycle.request_monitor import RequestMonitor
 from tests.support.lifecycle_server import WHO, Installation
 from tests.support.oracle import noisy_copy, tiny_llama
 
-NOW = datetime(2026, 1, 1, tzinfo=UTC)
 ECHO = """
 import json, sys, time
 for line in sys.stdin:
@@ -62,7 +60,7 @@ class QueueSetup:
     def __init__(self, tmp_path: Path) -> None:
         self.waits: list[float] = []
         self.process = ProcessLauncher(tmp_path / "child.log", command=("-c", ECHO)).launch({"kind": "train"})
-        self.child = Child(self.process, NOW)
+        self.child = Child(self.process)
         self.monitor = RequestMonitor(lambda: self.thread.status().waiting, self.pause)
         self.thread = EngineThread(
             self.build, max_rows=1, max_waiting=9, recorder=Noop(), observer=Noop(), on_wait=self.on_wait
@@ -80,7 +78,7 @@ class QueueSetup:
         self.monitor.notify()
 
     def pause(self) -> None:
-        self.child.pause(Pause.BUSY, self.monitor.busy, NOW)
+        self.child.pause(Pause.BUSY, self.monitor.busy)
 
     def submit_prompt(self, tokens: int) -> threading.Event:
         ended = threading.Event()
@@ -162,11 +160,11 @@ def test_a_child_pauses_while_there_is_any_reason(setup: QueueSetup) -> None:
     pauses = list[bool]()
     setup.process.pause = lambda paused: pauses.append(paused)
     pause = setup.child.pause
-    pause(Pause.BUSY, True, NOW)
-    pause(Pause.STRAIN, True, NOW)
-    pause(Pause.BUSY, False, NOW)
+    pause(Pause.BUSY, True)
+    pause(Pause.STRAIN, True)
+    pause(Pause.BUSY, False)
     assert pauses == [True]
-    pause(Pause.STRAIN, False, NOW)
+    pause(Pause.STRAIN, False)
     assert pauses == [True, False]
 
 
