@@ -82,7 +82,7 @@ class LearningLoop:
         context = LifecycleContext(
             stores=stores,
             members=self._members,
-            switching=Switching(engine, stores.adapters, place.who.draft, events, shared=self._members.shared),
+            switching=Switching(engine, stores.adapters, place.who, events, shared=self._members.shared),
             launcher=self._launcher,
             events=events,
             rules=lifecycle_rules(settings, place.folders, place.who),

@@ -306,6 +306,8 @@ class AdapterAnswer(ResponseModel):
     """Texts of the log that its run learnt from: new, from the window before them, and replayed."""
     measured_on: list[str]
     """Kinds of machines whose measured costs had a say in the gate's verdict."""
+    target: str | None
+    """Fingerprint of the target that it serves with; null: of a run that is not known."""
 
 
 class AdaptersAnswer(ResponseModel):

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from service.cli.console import err
-from service.core import Conflict, ModelError, RedraftError
+from service.core import AdapterRef, AdapterState, Conflict, ModelError, RedraftError
 from service.settings import Settings
 
 if TYPE_CHECKING:
     from service.app import Folders
     from service.models.inventory import StoredModel
+    from service.store.stores import Stores
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +109,22 @@ def require_unneeded(model: StoredModel, settings: Settings) -> None:
         return
     stores = open_stores(settings)
     try:
-        for folder in model.folders:
-            if (active := stores.adapters.active(model_fingerprint(folder))) is not None:
+        drafts = {model_fingerprint(folder) for folder in model.folders}
+        for ref in stores.adapters.all():
+            if ref.state is AdapterState.ACTIVE and ref.draft in drafts:
                 raise Conflict(
-                    f"adapter {active.id} serves with {model.name} as its draft: it would be of no use without it "
+                    f"adapter {ref.id} serves with {model.name} as its draft: it would be of no use without it "
                     "(redraft adapters activate 0 puts it aside)"
                 )
     finally:
         stores.close()
+
+
+def active_adapter(stores: Stores, target: Path, draft: Path) -> AdapterRef | None:
+    """The adapter that serves a pair; None: none does. Raises StoreError."""
+    from service.models.fingerprint import model_fingerprint
+
+    return stores.adapters.active(model_fingerprint(target), model_fingerprint(draft))
 
 
 def model_folders(settings: Settings) -> Folders:

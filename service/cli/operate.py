@@ -12,7 +12,7 @@ import httpx
 import typer
 
 from service.cli.console import out, progress, table, write_json
-from service.cli.models import model_folders
+from service.cli.models import active_adapter, model_folders, pair_folders
 from service.cli.options import LOCAL, VERSION, Config, Json, Url, adapter_name, adapter_version, settings_from
 from service.core import (
     BARE_DRAFT,
@@ -213,7 +213,6 @@ def push(
 
     from service.learning import hub
     from service.models.catalog import hub_name
-    from service.models.fingerprint import model_fingerprint
     from service.store.registry.adapters import EvaluationKind
     from service.store.stores import open_stores
 
@@ -225,11 +224,7 @@ def push(
         )
     stores = open_stores(settings)
     try:
-        if adapter is not None:
-            ref = stores.adapters.get(adapter)
-        else:
-            draft = model_folders(settings).draft
-            ref = stores.adapters.active(model_fingerprint(draft)) if draft is not None else None
+        ref = stores.adapters.get(adapter) if adapter is not None else active_adapter(stores, *pair_folders(settings))
         if ref is None:
             raise RedraftError("no adapter is active")
         if base_model is None:

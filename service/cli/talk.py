@@ -46,7 +46,7 @@ def _load(config: Config, target: str | None, draft: str | None, k: int | None) 
         except StoreError:
             pass  # Nothing was ever served here: the bare draft it is.
         else:
-            active = stores.adapters.active(pair.provenance.draft)
+            active = stores.adapters.active(pair.provenance.target, pair.provenance.draft)
             stores.close()
             if active is not None:
                 drafting = load(drafting.model, active, pair.provenance.draft)

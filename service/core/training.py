@@ -60,6 +60,8 @@ class AdapterRef:
     """Texts of the log that its run learnt from: new ones, those of the window and replayed ones; erased ones not counted."""
     measured_on: tuple[str, ...] = field(default=(), compare=False)
     """Kinds of machines whose measured costs had a say in the gate's verdict; empty: none was measured, or there is none."""
+    target: str | None = None
+    """Fingerprint of the target whose answers it learnt from: it serves with no other. None: of a run that is not known."""
 
 
 class RunState(StrEnum):

@@ -357,7 +357,7 @@ def _active_draft(folder: Path, pair: Pair) -> Draft:
     assert pair.draft is not None
     database = Database(sqlite_url(folder / "redraft.db"))
     try:
-        ref = Adapters(database, folder / "adapters").active(pair.provenance.draft)
+        ref = Adapters(database, folder / "adapters").active(pair.provenance.target, pair.provenance.draft)
     finally:
         database.close()
     static = served(pair.draft)

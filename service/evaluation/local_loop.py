@@ -222,7 +222,7 @@ class LocalLoop:
         context = LifecycleContext(
             stores=self.stores,
             members=self._members,
-            switching=Switching(self.drafts, self.stores.adapters, pair.provenance.draft, events),
+            switching=Switching(self.drafts, self.stores.adapters, pair.provenance, events),
             launcher=LocalLauncher(),
             events=events,
             rules=replace(common, spec=spec),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from service.core import (
     BARE_DRAFT,
+    AdapterRef,
     AdapterState,
     Launcher,
     Provenance,
@@ -78,8 +79,12 @@ class LifecycleContext:
 
     def active_adapter(self) -> int:
         """The adapter that is active by the rows; BARE_DRAFT for none."""
-        ref = self.stores.adapters.active(self.who.draft)
+        ref = self.active_ref()
         return BARE_DRAFT if ref is None else ref.id
+
+    def active_ref(self) -> AdapterRef | None:
+        """The adapter that is active by the rows; None: the bare draft serves."""
+        return self.stores.adapters.active(self.who.target, self.who.draft)
 
     def adapter_folder(self, adapter: int) -> str | None:
         """An adapter's folder as a child's job names it; None: the bare draft."""

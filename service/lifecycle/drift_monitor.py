@@ -23,9 +23,9 @@ class DriftMonitor:
 
     def update(self) -> Drift:
         """Read what was recorded since the last call; the drift with all of it."""
-        stores, draft = self._context.stores, self._context.who.draft
+        stores, who = self._context.stores, self._context.who
         adapter = self._context.active_adapter()
-        since = max(stores.adapters.serves_since(draft), stores.runs.drift_answered(draft))
+        since = max(stores.adapters.serves_since(who.target, who.draft), stores.runs.drift_answered(who))
         if self._of != (adapter, since):
             self._of, self._drift, self._read_to = (adapter, since), Drift(), since
         newest, rates = self._rates(adapter)

@@ -96,16 +96,6 @@ class Supervisor:
             self._clean()
             if self._context.who.draft:
                 self._serve_active()
-                self._warn_of_another_target()
-
-    def _warn_of_another_target(self) -> None:
-        adapters, active = self._context.stores.adapters, self._context.active_adapter()
-        if active != BARE_DRAFT and adapters.target_of(active) not in (self._context.who.target, None):
-            log.warning(
-                "adapter %d learnt from another target than the one that serves now, and was proven with that one: "
-                "`redraft adapters activate bare` serves without it, a home of its own (REDRAFT_HOME) keeps them apart",
-                active,
-            )
 
     def stop(self) -> None:
         """End a child under way; its run becomes CRASHED and its cases are free again. Idempotent."""
@@ -233,7 +223,7 @@ class Supervisor:
         if context.rules.spec.get("k") == 0:
             # The draft is switched off: undrafted texts do not call for a better one.
             counts = replace(counts, undrafted=0)
-        watched = context.stores.adapters.watched(context.who.draft, WATCHES)
+        watched = context.stores.adapters.watched(context.who.target, context.who.draft, WATCHES)
         hindered = policy.hindrance(
             context.stores.runs.newest(context.who),
             context.database_now(),
@@ -371,17 +361,19 @@ class Supervisor:
 
         Raises NotFound, Conflict for an adapter that may not serve, AdapterRefused, Unavailable, TimeoutError.
         """
-        adapters, switching = self._context.stores.adapters, self._context.switching
+        adapters, switching, who = self._context.stores.adapters, self._context.switching, self._context.who
         with self._lock:
             ref = None if adapter_id == BARE_DRAFT else adapters.get(adapter_id)
             if ref is not None and ref.state in {AdapterState.CANDIDATE, AdapterState.REJECTED, AdapterState.BROKEN}:
                 raise Conflict(f"adapter {adapter_id} is {ref.state}")
-            if ref is not None and ref.draft != self._context.who.draft:
+            if ref is not None and ref.draft != who.draft:
                 raise Conflict(f"adapter {adapter_id} belongs to another draft")
+            if ref is not None and ref.target != who.target:
+                raise Conflict(f"adapter {adapter_id} was trained and proven with another target")
             started = time.perf_counter()
             staged = switching.stage(ref)
             try:
-                ref = adapters.activate(adapter_id, self._context.who.draft)
+                ref = adapters.activate(adapter_id, who.target, who.draft)
             except IllegalMove as error:
                 raise Conflict(str(error)) from error
             if ref is not None:
@@ -395,7 +387,7 @@ class Supervisor:
         expected: the id that has to be active. Raises Conflict when another is, or when the bare draft serves.
         """
         with self._lock:
-            ref = self._context.stores.adapters.active(self._context.who.draft)
+            ref = self._context.active_ref()
             serving = BARE_DRAFT if ref is None else ref.id
             if expected is not None and expected != serving:
                 raise Conflict(f"adapter {serving} serves, not {expected}: nothing was rolled back")

@@ -11,6 +11,7 @@ from service.core import (
     AdapterRef,
     AdapterRefused,
     DraftSwitch,
+    Provenance,
     RunState,
     Staged,
     TrainingRun,
@@ -53,15 +54,15 @@ class Events(Protocol):
 
 
 class Switching:
-    """Stage, then switch; `draft` is the fingerprint of the bare draft that serves. shared: others serve the same adapters from
+    """Stage, then switch. who: the pair that is served. shared: others serve the same adapters from
     the same folders: one that is not there may be missing here alone."""
 
     def __init__(
-        self, engine: DraftSwitch, adapters: Adapters, draft: str, events: Events, *, shared: bool = False
+        self, engine: DraftSwitch, adapters: Adapters, who: Provenance, events: Events, *, shared: bool = False
     ) -> None:
         self._engine = engine
         self._adapters = adapters
-        self._draft = draft
+        self._who = who
         self._events = events
         self._shared = shared
 
@@ -85,14 +86,14 @@ class Switching:
 
     def behind(self) -> bool:
         """Whether the engine serves another adapter than the active one."""
-        ref = self._adapters.active(self._draft)
+        ref = self._adapters.active(self._who.target, self._who.draft)
         return self._engine.active != (ref.id if ref else BARE_DRAFT)
 
     def serve_active(self) -> AdapterRef | None:
         """Make the engine serve the active adapter; one that cannot be loaded is marked broken, and its nearest
         usable ancestor takes its place, in the end the bare draft. Returns what serves."""
         while True:
-            ref = self._adapters.active(self._draft)
+            ref = self._adapters.active(self._who.target, self._who.draft)
             started = time.perf_counter()
             try:
                 staged = self.stage(ref)

@@ -44,7 +44,7 @@ class Watch:
     def pending(self) -> AdapterRef | None:
         """The active adapter, when it was promoted by a gate and its watch is not over."""
         adapters = self._context.stores.adapters
-        ref = adapters.active(self._context.who.draft)
+        ref = self._context.active_ref()
         if ref is None or ref.id == self._over:
             return None
         if adapters.evaluations(ref.id, EvaluationKind.WATCH):
@@ -58,7 +58,7 @@ class Watch:
         if ref is None:
             return None
         adapters, due = self._context.stores.adapters, check_schedule(self._context.rules.gate.watch_generations)
-        promoted = adapters.serves_since(self._context.who.draft)
+        promoted = adapters.serves_since(self._context.who.target, self._context.who.draft)
         done = len(adapters.evaluations(ref.id, EvaluationKind.INTERIM))
         wanted = due[min(done, len(due) - 1)]
         logged, who = self._context.stores.generations, self._context.who

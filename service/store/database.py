@@ -31,7 +31,7 @@ from service.store.permissions import make_private, private_folder
 
 T = TypeVar("T")
 
-REVISION = "0013"
+REVISION = "0014"
 """The newest migration: the revision this code is written for."""
 
 

@@ -263,12 +263,14 @@ adapters = Table(
     Column("created_at", DateTime(timezone=True), nullable=False),
     Column("erased_texts", Integer),
     Column("log_end", Serial),
+    Column("target", String(64)),
     Index(None, "draft", "state"),
-    # One active adapter a draft.
-    Index("uq_adapters_active", "draft", unique=True, sqlite_where=ACTIVE, postgresql_where=ACTIVE),
+    # One active adapter a pair.
+    Index("uq_adapters_active", "target", "draft", unique=True, sqlite_where=ACTIVE, postgresql_where=ACTIVE),
 )
 """folder: its name below the root of all adapters. erased_texts: see core.AdapterRef. log_end: the newest generation's seq when
-it last became or ceased to be the active one; null: never."""
+it last became or ceased to be the active one; null: never. target: the one whose answers it learnt from; null: its run is not
+known."""
 
 evaluations = Table(
     "evaluations",

@@ -133,7 +133,7 @@ def test_what_an_active_adapter_needs_stays(tmp_path: Path, hub: Path, redraft: 
     assert list(hub.glob("models--*"))
 
     stores = open_stores(load_settings(server.config))
-    stores.adapters.activate(0, made[0].draft)
+    stores.adapters.activate(0, made[0].target or "", made[0].draft)
     stores.close()
     assert redraft(*remove).exit_code == 0
     assert not list(hub.glob("models--*"))

@@ -141,7 +141,7 @@ class Home:
 
     def claim(self) -> TrainingRun:
         self.stores.generations.add([generation(cases=[case(0)])]).result(60)
-        active = self.stores.adapters.active(WHO.draft)
+        active = self.stores.adapters.active(WHO.target, WHO.draft)
         parent = BARE_DRAFT if active is None else active.id
         run = self.stores.runs.claim(trigger=Trigger.MANUAL, who=WHO, parent=parent, limit=9)
         assert run is not None

@@ -68,7 +68,7 @@ class Log:
     def claim(self, trigger: Trigger = Trigger.CASES) -> TrainingRun:
         """A run under way, on top of what serves."""
         self.stores.generations.add([generation(first_user=SECRETS[0], client=SECRETS[1])]).result()
-        active = self.stores.adapters.active(WHO.draft)
+        active = self.stores.adapters.active(WHO.target, WHO.draft)
         run = self.stores.runs.claim(
             trigger=trigger,
             who=WHO,

@@ -393,7 +393,7 @@ def test_nothing_becomes_public_unasked_and_nothing_revoked_is_pushed(
         assert status == 0, err
         assert hub.commits == 1
         stores = open_stores(load_settings(plain_installation.config))
-        stores.adapters.activate(1, plain_installation.ref.draft)
+        stores.adapters.activate(1, plain_installation.ref.target or "", plain_installation.ref.draft)
         stores.lineage.erase(Selection(everything=True), retire_adapters=True)
         stores.close()
         ((status, _, err),) = push(address, (*asked, "--public"))

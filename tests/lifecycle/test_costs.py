@@ -49,7 +49,7 @@ def test_costs_for_other_draft_lengths_are_not_used(installation: Installation) 
         server.tick_until(lambda: server.events.promotions == 1)
         (run,) = server.runs.latest(1)
         assert run.verdict is not None and run.verdict.gain == pytest.approx(0.25), "by calls alone"
-        ref = server.adapters.active(WHO.draft)
+        ref = server.adapters.active(WHO.target, WHO.draft)
         assert ref is not None
         server.traffic(cases=0)
         server.tick_until(server.watched(ref.id))

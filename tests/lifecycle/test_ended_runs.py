@@ -66,7 +66,7 @@ def test_a_run_that_is_decided_cannot_be_ended(installation: Installation) -> No
         assert ref.run is not None
         with pytest.raises(Conflict, match="promoted"):
             server.supervisor.end_run(ref.run)
-        assert server.adapters.active(WHO.draft) == ref
+        assert server.adapters.active(WHO.target, WHO.draft) == ref
         server.supervisor.stop()
         with pytest.raises(Conflict, match="shutting down"):
             server.supervisor.end_run(ref.run)

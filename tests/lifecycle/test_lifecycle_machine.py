@@ -174,7 +174,7 @@ class Machine(RuleBasedStateMachine):
         context = LifecycleContext(
             stores=stores,
             members=self.members,
-            switching=Switching(self.engine, self.adapters, WHO.draft, self.events),
+            switching=Switching(self.engine, self.adapters, WHO, self.events),
             launcher=self.children,
             events=self.events,
             rules=Rules(
@@ -258,7 +258,7 @@ class Machine(RuleBasedStateMachine):
         for _ in range(times):
             self.supervisor.tick()
             self.legal()
-        active = self.adapters.active(WHO.draft)
+        active = self.adapters.active(WHO.target, WHO.draft)
         assert self.engine.active == (active.id if active else BARE_DRAFT)
 
     @rule(quality=st.sampled_from(["better", "better", "same", "worse"]), ticks=st.integers(0, 3))

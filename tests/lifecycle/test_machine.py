@@ -209,7 +209,8 @@ def test_a_paused_run_reports_the_reason_and_its_time_limit_pauses(installation:
         server.busy, server.strain = False, None
         assert paused() is None
         installation.clock_offset += timedelta(seconds=50)
-        assert paused() is None and server.runs.current(WHO) is not None
+        assert paused() is None
+        assert [run.state for run in server.runs.latest(2)] == [RunState.TRAINING], "no second run after a crash"
         assert server.runs.loss_curve(1) == [(1, 1.5)], "pausing is no step"
         installation.clock_offset += timedelta(seconds=20)
         server.tick_until(server.ended(RunState.CRASHED))

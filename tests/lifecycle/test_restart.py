@@ -20,7 +20,7 @@ def live(server: Server, writes: int, *, after: bool) -> bool:
     server.db.arm(writes, after=after)
     try:
         server.tick_until(lambda: server.events.promotions > 0)
-        ref = server.adapters.active(WHO.draft)
+        ref = server.adapters.active(WHO.target, WHO.draft)
         assert ref is not None
         server.db.writes_left, left = None, server.db.writes_left
         server.traffic(cases=0)

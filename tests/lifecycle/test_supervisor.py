@@ -2,20 +2,20 @@
 
 import os
 from concurrent.futures import Future
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from sqlalchemy import update
 
 from service.core import (
     BARE_DRAFT,
     AdapterRef,
     AdapterState,
+    Conflict,
     RunState,
     Staged,
     Trigger,
 )
-from service.store.tables import training_runs
 from tests.support.lifecycle_server import ENOUGH, WHO, Installation, check_consistent
 
 
@@ -45,19 +45,21 @@ def test_enough_traffic_leads_to_a_better_adapter_that_serves(installation: Inst
         check_consistent(server)
 
 
-def test_an_adapter_of_another_target_is_named_at_start(
-    installation: Installation, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_adapter_serves_with_no_other_target(installation: Installation) -> None:
     with installation.server() as server:
         ref = server.promote()
+        server.traffic(2)
+    installation.who = replace(WHO, target="another")
     with installation.server() as server:
-        assert server.engine.active == ref.id and "another target" not in caplog.text
-        server.db.write(lambda connection: connection.execute(update(training_runs).values(target="another"))).result(
-            60
-        )
+        assert server.engine.active == BARE_DRAFT
+        with pytest.raises(Conflict, match="another target"):
+            server.supervisor.activate(ref.id)
+        assert server.adapters.get(ref.id).state is AdapterState.ACTIVE
+        assert server.supervisor.activate(BARE_DRAFT) is None
+    installation.who = WHO
     with installation.server() as server:
-        assert server.engine.active == ref.id, "it may well be of use"
-        assert f"adapter {ref.id} learnt from another target" in caplog.text
+        assert server.engine.active == ref.id
+        check_consistent(server)
 
 
 def test_the_next_run_starts_from_the_active_adapter_once_its_watch_is_over(installation: Installation) -> None:
@@ -164,7 +166,7 @@ def test_a_parent_that_stops_serving_while_its_candidate_is_staged(installation:
 
         def meanwhile(ref: AdapterRef | None) -> Future[Staged]:
             if ref is not None and ref.id != first.id:
-                server.adapters.activate(first.id, WHO.draft)
+                server.adapters.activate(first.id, WHO.target, WHO.draft)
             return stage(ref)
 
         server.engine.stage = meanwhile
@@ -172,6 +174,6 @@ def test_a_parent_that_stops_serving_while_its_candidate_is_staged(installation:
         server.tick_until(server.ended(RunState.REJECTED))
         verdict = server.runs.latest(1)[0].verdict
         assert verdict is not None and verdict.reason == "adapter 0, which it was compared with, no longer serves"
-        assert server.adapters.active(WHO.draft) == server.adapters.get(first.id)
+        assert server.adapters.active(WHO.target, WHO.draft) == server.adapters.get(first.id)
         server.tick_until(lambda: server.engine.active == first.id)
         assert server.events.promotions == 1

@@ -57,7 +57,7 @@ def test_a_forced_bad_promotion_is_rolled_back_to_its_parent(installation: Insta
         bad = server.adapters.all()[0]
         force = text("update adapters set state = 'retired' where id = :id").bindparams(id=bad.id)
         server.db.write(lambda connection: connection.execute(force)).result(60)
-        server.adapters.activate(bad.id, WHO.draft)
+        server.adapters.activate(bad.id, WHO.target, WHO.draft)
         server.adapters.record_evaluation(bad.id, EvaluationKind.GATE, Verdict(True, "forced", 0, 0, 0.0, 0.0, 0.0))
         server.supervisor.tick()
         assert server.engine.active == bad.id
@@ -250,7 +250,7 @@ def force(server: Server, share: float) -> AdapterRef:
         text("delete from evaluations where adapter = :id").bindparams(id=ref.id),
     ):
         server.db.write(lambda connection, change=change: connection.execute(change)).result(60)
-    server.adapters.activate(ref.id, WHO.draft)
+    server.adapters.activate(ref.id, WHO.target, WHO.draft)
     server.adapters.record_evaluation(ref.id, EvaluationKind.GATE, Verdict(True, "forced", 0, 0, 0.0, 0.0, 0.0))
     server.supervisor.tick()
     assert server.engine.active == ref.id
@@ -305,12 +305,12 @@ def test_an_adapter_worse_than_the_bare_draft_is_rolled_back_to_it(installation:
         installation.plan_children(train="lose")  # 1.05: better than its parent, so the gate lets it through
         server.traffic()
         server.tick_until(lambda: server.events.promotions == 2)
-        ref = server.adapters.active(WHO.draft)
+        ref = server.adapters.active(WHO.target, WHO.draft)
         assert ref is not None and ref.parent == parent.id
         server.traffic(cases=0)
         server.tick_until(server.watched(ref.id))
         server.supervisor.tick()
-        assert server.adapters.active(WHO.draft) is None and server.engine.active == BARE_DRAFT
+        assert server.adapters.active(WHO.target, WHO.draft) is None and server.engine.active == BARE_DRAFT
         ((_, verdict),) = server.adapters.evaluations(ref.id, EvaluationKind.WATCH)
         assert "the bare draft" in verdict.reason
         assert server.adapters.get(parent.id).state is AdapterState.RETIRED

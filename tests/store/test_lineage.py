@@ -46,7 +46,7 @@ class House:
     def learn(self, *new: str, window: tuple[str, ...] = (), replay: tuple[str, ...] = ()) -> AdapterRef:
         """A run that learns from these, on top of what serves, and is promoted."""
         self.add(*new, new=True)
-        active = self.adapters.active(WHO.draft)
+        active = self.adapters.active(WHO.target, WHO.draft)
         run = self.runs.claim(trigger=Trigger.CASES, who=WHO, parent=active.id if active else BARE_DRAFT, limit=99)
         assert run is not None and run.generations == len(new)
         self.runs.record_texts(run.id, run.fencing, Role.WINDOW, window)
@@ -131,7 +131,7 @@ def test_retired_adapters_give_way_to_their_nearest_ancestor_that_learnt_none_of
     assert house.states() == {first.id: AdapterState.ACTIVE, second.id: revoked, third.id: revoked}
     for ref in (second, third):
         with pytest.raises(IllegalMove, match="revoked"):
-            house.adapters.activate(ref.id, WHO.draft)
+            house.adapters.activate(ref.id, WHO.target, WHO.draft)
     fourth = house.learn("d")
     assert house.adapters.roll_back(fourth.id, third.id, LOST), "back to what is left of its ancestors"
     assert house.states()[first.id] is AdapterState.ACTIVE
@@ -144,7 +144,7 @@ def test_where_no_ancestor_is_left_the_bare_draft_serves(house: House) -> None:
     assert house.lineage.erase(of("a")).revoked == ()
     assert house.states() == {first.id: AdapterState.RETIRED, second.id: AdapterState.ACTIVE}
     assert house.lineage.erase(of("a"), retire_adapters=True) == Erased(0, (), (first.id, second.id)), "marked earlier"
-    assert house.adapters.active(WHO.draft) is None
+    assert house.adapters.active(WHO.target, WHO.draft) is None
     assert house.lineage.erase(of("a"), retire_adapters=True).revoked == ()
 
 

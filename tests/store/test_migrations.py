@@ -264,6 +264,7 @@ def test_a_full_database_of_the_former_schema_is_migrated_completely(bare: str) 
     assert {row.pop("grammar") for row in after["generations"]} == {None}
     assert {row.pop("api_key") for row in after["generations"]} == {None}
     assert {row.pop("erased_texts") for row in after["adapters"]} == {None}
+    assert [row.pop("target") for row in after["adapters"]] == [row["target"] for row in before["training_runs"]]
     for row in (*after["adapters"], *after["training_runs"]):
         del row["log_end"]
     assert {row.pop("owner") for row in after["training_runs"]} == {None}
@@ -311,6 +312,18 @@ def test_a_full_database_of_the_former_schema_is_migrated_completely(bare: str) 
     }
     assert len(back["replay_buffer"]) == 4
     assert len(back["replay_domains"]) == 5
+
+
+def test_going_back_one_adapter_serves_a_draft_whatever_the_target(bare: str) -> None:
+    upgrade(bare)
+    pairs = [("t", "d"), ("u", "d"), ("t", "e")]
+    made = (
+        {"id": i, "folder": f"f{i}", "target": target, "draft": draft} for i, (target, draft) in enumerate(pairs, 1)
+    )
+    put(bare, "adapters", *({**row, "state": "active", "run": None} for row in made))
+    command.downgrade(configured(bare), "0013")
+    states = ask(bare, text("SELECT id, state FROM adapters ORDER BY id"))
+    assert states == [(1, "retired"), (2, "active"), (3, "active")]
 
 
 def test_of_two_open_runs_and_two_active_adapters_the_newer_one_stays(bare: str) -> None:

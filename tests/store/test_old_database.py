@@ -198,7 +198,7 @@ def test_runs_are_as_they_were(database: Database) -> None:
     assert runs.current(WHO) == runs.by_key("evening of the 2nd") == EXPECTED.runs[0] == runs.get(15)
     recorded = {one.id for one in GENERATIONS if one.created_at <= runs.get(14).created_at}
     assert 0 < len(recorded) < len(GENERATIONS)
-    newest = runs.drift_answered("draft")
+    newest = runs.drift_answered(WHO)
     later = set(Generations(database).names_after(WHO, newest, 100))
     assert not later & recorded and later | recorded >= {
         one.id for one in GENERATIONS if one.provenance == WHO and one.output
@@ -217,7 +217,10 @@ def test_runs_have_the_texts_that_they_had(database: Database) -> None:
 
 def test_adapters_and_verdicts_are_as_they_were(database: Database) -> None:
     adapters = Adapters(database, ADAPTERS)
-    assert adapters.all() == EXPECTED.adapters
+    refs = adapters.all()
+    assert [replace(ref, target=None) for ref in refs] == EXPECTED.adapters
+    targets = {run.id: Runs(database).recipe(run.id)[0].target for run in EXPECTED.runs}
+    assert [ref.target for ref in refs] == [None if ref.run is None else targets[ref.run] for ref in refs]
     assert {ref.state for ref in EXPECTED.adapters} == set(AdapterState) - {AdapterState.REVOKED}, (
         "that release had no others"
     )
@@ -227,8 +230,8 @@ def test_adapters_and_verdicts_are_as_they_were(database: Database) -> None:
         for kind in EvaluationKind
         for found in adapters.evaluations(ref.id, kind)
     ] == [(ref, "interim" if kind == "look" else kind, at, verdict) for ref, kind, at, verdict in EXPECTED.evaluations]
-    assert adapters.watched("draft", 100) == EXPECTED.watched
-    serving = [adapters.active(draft) for draft in ("draft", "other-draft", "none")]
+    assert adapters.watched(WHO.target, "draft", 100) == EXPECTED.watched
+    serving = [adapters.active(WHO.target, draft) for draft in ("draft", "other-draft", "none")]
     assert [None if ref is None else ref.id for ref in serving] == [8, 7, None]
 
 

@@ -39,7 +39,7 @@ class Texts:
         return made
 
     def claim(self, who: Provenance = WHO) -> TrainingRun:
-        active = self.adapters.active(who.draft)
+        active = self.adapters.active(who.target, who.draft)
         run = self.runs.claim(trigger=Trigger.CASES, who=who, parent=active.id if active else 0, limit=9)
         assert run is not None
         return run

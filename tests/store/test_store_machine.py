@@ -27,8 +27,10 @@ from sqlalchemy import select
 from service.core import (
     ADAPTER_MOVES,
     RUN_MOVES,
+    AdapterRef,
     AdapterState,
     IllegalMove,
+    Provenance,
     RunState,
     TrainingRun,
     Trigger,
@@ -45,7 +47,8 @@ from tests.support.store_rows import ADAPTERS, LOST, WHO, WON, case, generation
 
 T = TypeVar("T")
 
-DRAFTS = [WHO, replace(WHO, draft="e" * 64)]
+PAIRS = [WHO, replace(WHO, draft="e" * 64), replace(WHO, target="e" * 64)]
+WHICH = st.integers(0, 2)
 VERDICTS = {RunState.PROMOTED, RunState.REJECTED}
 FENCING = st.sampled_from([0, 0, 0, 0, -1, 1])
 """Added to a run's fencing token: mostly zero."""
@@ -61,7 +64,7 @@ class Machine(RuleBasedStateMachine):
         self.url = self.databases.empty(self.folder)
         self.database = Database(self.url)
         self.tokens: dict[int, int] = {}
-        self.drafts: dict[int, str] = {}
+        self.pairs: dict[int, Provenance] = {}
         self.owner: dict[int, int] = {}
         self.chosen: set[int] = set()
         self.lost = set[int]()
@@ -78,20 +81,21 @@ class Machine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------------------------------------ what happens
 
-    @rule(shapes=st.lists(st.lists(st.booleans(), max_size=3), min_size=1, max_size=3))
-    def record(self, shapes: list[list[bool]]) -> None:
-        made = [generation(cases=[case(i, tie=tie) for i, tie in enumerate(ties)]) for ties in shapes]
+    @rule(shapes=st.lists(st.lists(st.booleans(), max_size=3), min_size=1, max_size=3), pair=WHICH)
+    def record(self, shapes: list[list[bool]], pair: int) -> None:
+        cases = [[case(i, tie=tie) for i, tie in enumerate(ties)] for ties in shapes]
+        made = [generation(cases=each, who=PAIRS[pair]) for each in cases]
         assert Generations(self.database).add(made).result(60) == len(made)
 
-    @rule(target=runs_made, limit=st.integers(1, 3), draft=st.integers(0, 1), key=st.sampled_from([None, "x", "y"]))
-    def claim(self, limit: int, draft: int, key: str | None) -> Any:
+    @rule(target=runs_made, limit=st.integers(1, 3), pair=WHICH, key=st.sampled_from([None, "x", "y"]))
+    def claim(self, limit: int, pair: int, key: str | None) -> Any:
         runs, texts = Runs(self.database), TrainingTexts(self.database)
         known = runs.by_key(key) if key else None
-        open_now, waiting = runs.current(DRAFTS[draft]), texts.untrained(DRAFTS[draft]).generations
-        parent = Adapters(self.database, ADAPTERS).active(DRAFTS[draft].draft)
+        open_now, waiting = runs.current(PAIRS[pair]), texts.untrained(PAIRS[pair]).generations
+        parent = self.active(PAIRS[pair])
         run = runs.claim(
             trigger=Trigger.CASES,
-            who=DRAFTS[draft],
+            who=PAIRS[pair],
             parent=parent.id if parent else 0,
             limit=limit,
             idempotency_key=key,
@@ -105,7 +109,7 @@ class Machine(RuleBasedStateMachine):
         assert run is not None
         assert run.generations == min(limit, waiting) == len(texts.claimed(run.id))
         assert run.fencing > max(self.tokens.values(), default=0)
-        self.tokens[run.id], self.drafts[run.id] = run.fencing, DRAFTS[draft].draft
+        self.tokens[run.id], self.pairs[run.id] = run.fencing, PAIRS[pair]
         return run.id
 
     @rule(run=runs_made, offset=FENCING, state=st.sampled_from(RunState))
@@ -141,7 +145,7 @@ class Machine(RuleBasedStateMachine):
                 rank=8,
                 scale=2.0,
                 keys=["a"],
-                draft=self.drafts[run],
+                draft=self.pairs[run].draft,
                 parent=Runs(self.database).get(run).parent,
             ),
         )
@@ -159,11 +163,11 @@ class Machine(RuleBasedStateMachine):
             and self.owner[adapter] == run
             # The active adapter is retired first, and may be the chosen one itself.
             and (state is AdapterState.ACTIVE or AdapterState.ACTIVE in ADAPTER_MOVES[state])
-            and Runs(self.database).get(run).parent == self.serving(self.drafts[run])
+            and Runs(self.database).get(run).parent == self.serving(self.pairs[run])
         )
         done = self.attempt(legal, lambda: Runs(self.database).promote(run, self.tokens[run] + offset, adapter, WON))
         if done is not None:
-            active = Adapters(self.database, ADAPTERS).active(self.drafts[run])
+            active = self.active(self.pairs[run])
             assert active is not None
             assert (active.id, done.adapter, done.state) == (adapter, adapter, RunState.PROMOTED)
 
@@ -178,20 +182,19 @@ class Machine(RuleBasedStateMachine):
         judged = None if none else adapter
         self.attempt(legal, lambda: Runs(self.database).reject(run, self.tokens[run] + offset, judged, LOST))
 
-    @rule(adapter=adapters_made, draft=st.integers(0, 1))
-    def activate(self, adapter: int, draft: int) -> None:
-        state, mine = self.adapter_states[adapter], self.drafts[self.owner[adapter]] == DRAFTS[draft].draft
+    @rule(adapter=adapters_made, pair=WHICH)
+    def activate(self, adapter: int, pair: int) -> None:
+        state, who, mine = self.adapter_states[adapter], PAIRS[pair], self.pairs[self.owner[adapter]] == PAIRS[pair]
         legal = mine and (state is AdapterState.ACTIVE or AdapterState.ACTIVE in ADAPTER_MOVES[state])
-        if (
-            self.attempt(legal, lambda: Adapters(self.database, ADAPTERS).activate(adapter, DRAFTS[draft].draft))
-            is not None
-        ):
+        store = Adapters(self.database, ADAPTERS)
+        if self.attempt(legal, lambda: store.activate(adapter, who.target, who.draft)) is not None:
             self.chosen.add(adapter)
 
-    @rule(draft=st.integers(0, 1))
-    def serve_bare(self, draft: int) -> None:
-        assert Adapters(self.database, ADAPTERS).activate(0, DRAFTS[draft].draft) is None
-        assert Adapters(self.database, ADAPTERS).active(DRAFTS[draft].draft) is None
+    @rule(pair=WHICH)
+    def serve_bare(self, pair: int) -> None:
+        who = PAIRS[pair]
+        assert Adapters(self.database, ADAPTERS).activate(0, who.target, who.draft) is None
+        assert self.active(who) is None
 
     @rule(adapter=adapters_made)
     def roll_back(self, adapter: int) -> None:
@@ -205,14 +208,14 @@ class Machine(RuleBasedStateMachine):
         if legal:
             self.lost.add(self.owner[adapter])
             assert (back.id if back else None) == wanted
-            assert store.active(self.drafts[self.owner[adapter]]) == back
+            assert self.active(self.pairs[self.owner[adapter]]) == back
             assert store.get(adapter).state is AdapterState.ROLLED_BACK
 
-    @rule(target=adapters_made, draft=st.integers(0, 1), wins=st.sampled_from([True, True, False]))
-    def whole_run(self, draft: int, wins: bool) -> Any:
+    @rule(target=adapters_made, pair=WHICH, wins=st.sampled_from([True, True, False]))
+    def whole_run(self, pair: int, wins: bool) -> Any:
         """A whole run from claim to verdict, so that adapters often have ancestors."""
-        self.record([[False]])
-        run = self.claim(limit=1, draft=draft, key=None)
+        self.record([[False]], pair)
+        run = self.claim(limit=1, pair=pair, key=None)
         if not isinstance(run, int):
             return multiple()
         for _ in range(3):
@@ -230,7 +233,7 @@ class Machine(RuleBasedStateMachine):
     @rule(limit=st.integers(1, 3))
     def crash_again_and_again(self, limit: int) -> None:
         for _ in range(MAX_CRASHES):
-            run = self.claim(limit=limit, draft=0, key=None)
+            run = self.claim(limit=limit, pair=0, key=None)
             if isinstance(run, int):
                 Runs(self.database).move(run, self.tokens[run], RunState.CRASHED)
                 self.all_is_legal()
@@ -264,11 +267,13 @@ class Machine(RuleBasedStateMachine):
                 if '"promoted": true' in row.verdict
             }
         states, drafts = ({row.id: getattr(row, name) for row in runs} for name in ("state", "draft"))
+        pairs = {row.id: (row.target, row.draft) for row in runs}
         open_runs = {row.id for row in runs if not RunState(row.state).over}
-        assert len({drafts[run] for run in open_runs}) == len(open_runs), "one a draft"
+        assert len({pairs[run] for run in open_runs}) == len(open_runs), "one a pair"
         assert all((row.finished_at is not None) == RunState(row.state).over for row in runs)
         active = [row for row in refs if row.state == AdapterState.ACTIVE]
-        assert len({row.draft for row in active}) == len(active)
+        assert len({(row.target, row.draft) for row in active}) == len(active)
+        assert all((row.target, row.draft) == pairs[row.run] for row in refs)
         assert {row.id for row in active} <= gated | self.chosen
         for text in texts:
             new = [row.run for row in had if row.seq == text.seq and row.role == Role.NEW]
@@ -286,8 +291,11 @@ class Machine(RuleBasedStateMachine):
             assert name not in before or state == before[name] or state in moves[before[name]]
         before.update(after)
 
-    def serving(self, draft: str) -> int:
-        active = Adapters(self.database, ADAPTERS).active(draft)
+    def active(self, who: Provenance) -> AdapterRef | None:
+        return Adapters(self.database, ADAPTERS).active(who.target, who.draft)
+
+    def serving(self, who: Provenance) -> int:
+        active = self.active(who)
         return active.id if active else 0
 
     def attempt(self, legal: bool, act: Callable[[], T]) -> T | None:

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
-from sqlalchemy import insert, literal, select
+from sqlalchemy import insert, literal, select, update
 
 from service.core import (
     RUN_MOVES,
@@ -39,7 +39,7 @@ OPEN = list(PATHS)
 
 
 def claim(database: Database, key: str | None = None, limit: int = 100) -> TrainingRun:
-    active = Adapters(database, ADAPTERS).active(WHO.draft)
+    active = Adapters(database, ADAPTERS).active(WHO.target, WHO.draft)
     parent = active.id if active is not None else 0
     run = Runs(database).claim(trigger=Trigger.CASES, who=WHO, parent=parent, limit=limit, idempotency_key=key)
     assert run is not None
@@ -117,7 +117,7 @@ def test_promotion_is_one_step_for_run_adapters_and_cases(database: Database) ->
     first = promoted(database)
     second = promoted(database, parent=first.id)
     assert adapters.get(first.id).state is AdapterState.RETIRED
-    assert adapters.active(WHO.draft) == second
+    assert adapters.active(WHO.target, WHO.draft) == second
     assert second.keys == ("a.lora", "b.lora")
     run = runs.get(second.run or 0)
     assert (run.state, run.adapter, run.verdict) == (RunState.PROMOTED, second.id, WON)
@@ -135,11 +135,11 @@ def test_a_candidate_is_promoted_only_over_what_it_was_compared_with(database: D
     run = at(database, RunState.STAGING)
     ref = candidate(database, run, parent.id)
     # Meanwhile another adapter is activated, perhaps by another process.
-    adapters.activate(old.id if word == "an adapter" else 0, WHO.draft)
-    before = adapters.active(WHO.draft)
+    adapters.activate(old.id if word == "an adapter" else 0, WHO.target, WHO.draft)
+    before = adapters.active(WHO.target, WHO.draft)
     with pytest.raises(ParentChanged, match=f"adapter {parent.id}, which it was compared with, no longer serves"):
         runs.promote(run.id, run.fencing, ref.id, WON)
-    assert adapters.active(WHO.draft) == before
+    assert adapters.active(WHO.target, WHO.draft) == before
     assert adapters.get(ref.id).state is AdapterState.CANDIDATE
     assert runs.get(run.id).state is RunState.STAGING
     runs.reject(run.id, run.fencing, ref.id, LOST)
@@ -151,7 +151,7 @@ def test_a_lost_gate_uses_up_the_cases(database: Database) -> None:
     lost = Runs(database).reject(run.id, run.fencing, ref.id, LOST)
     assert (lost.state, lost.verdict) == (RunState.REJECTED, LOST)
     assert Adapters(database, ADAPTERS).get(ref.id).state is AdapterState.REJECTED
-    assert Adapters(database, ADAPTERS).active(WHO.draft) is None
+    assert Adapters(database, ADAPTERS).active(WHO.target, WHO.draft) is None
     assert Generations(database).stats().trained == 1
     assert TrainingTexts(database).untrained(WHO).cases == 0
 
@@ -211,7 +211,7 @@ def test_only_legal_moves_are_made(database: Database, state: RunState) -> None:
     if RunState.PROMOTED not in RUN_MOVES[state]:
         with pytest.raises(IllegalMove):
             runs.promote(run.id, run.fencing, candidate(database, run).id, WON)
-        assert Adapters(database, ADAPTERS).active(WHO.draft) is None
+        assert Adapters(database, ADAPTERS).active(WHO.target, WHO.draft) is None
     assert runs.get(run.id).state is state
 
 
@@ -285,7 +285,7 @@ def test_unknown_ids_are_not_found(database: Database) -> None:
         runs.get,
         runs.loss_curve,
         adapters.get,
-        lambda i: adapters.activate(i, WHO.draft),
+        lambda i: adapters.activate(i, WHO.target, WHO.draft),
         lambda i: adapters.roll_back(i, 0, LOST),
     ):
         with pytest.raises(NotFound):
@@ -343,20 +343,21 @@ def test_the_database_itself_allows_one_open_run_of_a_pair(database: Database, s
     assert Runs(database).unfinished() == [run]
 
 
-def test_the_database_itself_allows_one_active_adapter_of_a_draft(database: Database) -> None:
+def test_the_database_itself_allows_one_active_adapter_of_a_pair(database: Database) -> None:
     Generations(database).add([generation()]).result()
     ref = promote(Runs(database), Adapters(database, ADAPTERS), claim(database))
     twin = {"folder": "other", "sha256": "", "rank": 1, "scale": 1.0, "keys": "[]", "parent": 0, "created_at": START}
 
-    def add(draft: str, state: AdapterState) -> None:
-        values = twin | {"folder": f"{draft} {state}", "draft": draft, "state": state.value}
+    def add(target: str, draft: str, state: AdapterState) -> None:
+        values = twin | {"folder": f"{target} {draft} {state}", "target": target, "draft": draft, "state": state.value}
         database.write(lambda connection: connection.execute(insert(adapters).values(**values))).result()
 
     with pytest.raises(StoreError, match=r"(?i)unique"):
-        add(WHO.draft, AdapterState.ACTIVE)
-    add(WHO.draft, AdapterState.RETIRED)
-    add("other", AdapterState.ACTIVE)
-    active = Adapters(database, ADAPTERS).active(WHO.draft)
+        add(WHO.target, WHO.draft, AdapterState.ACTIVE)
+    add(WHO.target, WHO.draft, AdapterState.RETIRED)
+    add(WHO.target, "other", AdapterState.ACTIVE)
+    add("other", WHO.draft, AdapterState.ACTIVE)
+    active = Adapters(database, ADAPTERS).active(WHO.target, WHO.draft)
     assert active is not None and active.id == ref.id
 
 
@@ -394,7 +395,7 @@ def test_a_rollback_reaches_the_nearest_servable_ancestor(database: Database) ->
     assert (back.id, back.state) == (first.id, AdapterState.ACTIVE)
     assert adapters.get(third.id).state is AdapterState.ROLLED_BACK
     assert adapters.roll_back(first.id, first.parent, LOST) is None
-    assert adapters.active(WHO.draft) is None
+    assert adapters.active(WHO.target, WHO.draft) is None
     with pytest.raises(IllegalMove):
         adapters.roll_back(first.id, first.parent, LOST)
 
@@ -406,11 +407,11 @@ def test_an_ancestor_takes_the_place_of_a_broken_adapter_that_served(database: D
     second = promoted(database, parent=first.id)
     third = promoted(database, parent=second.id)
     adapters.mark_broken(second.id, "damaged")
-    assert adapters.active(WHO.draft) == third
+    assert adapters.active(WHO.target, WHO.draft) == third
     adapters.mark_broken(third.id, "damaged")
-    assert adapters.active(WHO.draft) == adapters.get(first.id)
+    assert adapters.active(WHO.target, WHO.draft) == adapters.get(first.id)
     adapters.mark_broken(first.id, "damaged")
-    assert adapters.active(WHO.draft) is None
+    assert adapters.active(WHO.target, WHO.draft) is None
 
 
 def test_a_rolled_back_ancestor_returns_only_by_an_operators_choice(database: Database) -> None:
@@ -419,40 +420,42 @@ def test_a_rolled_back_ancestor_returns_only_by_an_operators_choice(database: Da
     second = promoted(database, parent=first.id)
     assert adapters.roll_back(second.id, second.parent, LOST) == adapters.get(first.id)
     assert adapters.roll_back(first.id, first.parent, LOST) is None
-    adapters.activate(second.id, WHO.draft)
+    adapters.activate(second.id, WHO.target, WHO.draft)
     assert adapters.roll_back(second.id, second.parent, LOST) is None
     assert adapters.get(first.id).state is AdapterState.ROLLED_BACK
-    assert adapters.active(WHO.draft) is None
+    assert adapters.active(WHO.target, WHO.draft) is None
 
 
 def test_an_operator_may_choose_only_adapters_that_served_before(database: Database) -> None:
     adapters = Adapters(database, ADAPTERS)
     first = promoted(database)
     second = promoted(database, parent=first.id)
-    adapters.activate(first.id, WHO.draft)
+    adapters.activate(first.id, WHO.target, WHO.draft)
     assert adapters.get(second.id).state is AdapterState.RETIRED
     adapters.roll_back(first.id, first.parent, LOST)
-    again = adapters.activate(first.id, WHO.draft)
+    again = adapters.activate(first.id, WHO.target, WHO.draft)
     assert again is not None
-    assert adapters.activate(first.id, WHO.draft) == again
+    assert adapters.activate(first.id, WHO.target, WHO.draft) == again
     with pytest.raises(IllegalMove, match="another draft"):
-        adapters.activate(second.id, "e" * 64)
-    assert adapters.activate(0, WHO.draft) is None
-    assert adapters.active(WHO.draft) is None
+        adapters.activate(second.id, WHO.target, "e" * 64)
+    with pytest.raises(IllegalMove, match="another target"):
+        adapters.activate(second.id, "e" * 64, WHO.draft)
+    assert adapters.activate(0, WHO.target, WHO.draft) is None
+    assert adapters.active(WHO.target, WHO.draft) is None
     run = at(database, RunState.SCORING)
     unproven = candidate(database, run)
     Runs(database).reject(run.id, run.fencing, unproven.id, LOST)
     adapters.mark_broken(second.id, "damaged")
     for ref in (unproven, second):
         with pytest.raises(IllegalMove):
-            adapters.activate(ref.id, WHO.draft)
-    assert adapters.active(WHO.draft) is None
+            adapters.activate(ref.id, WHO.target, WHO.draft)
+    assert adapters.active(WHO.target, WHO.draft) is None
 
 
 def test_a_run_is_judged_by_its_own_adapter(database: Database) -> None:
     runs, adapters = Runs(database), Adapters(database, ADAPTERS)
     earlier = promoted(database)
-    adapters.activate(0, WHO.draft)
+    adapters.activate(0, WHO.target, WHO.draft)
     run = at(database, RunState.STAGING)
     with pytest.raises(IllegalMove, match="another draft"):
         adapters.add(
@@ -473,7 +476,7 @@ def test_a_run_is_judged_by_its_own_adapter(database: Database) -> None:
     with pytest.raises(NotFound):
         runs.promote(run.id, run.fencing, 99, WON)
     assert runs.get(run.id).state is RunState.STAGING
-    assert adapters.active(WHO.draft) is None
+    assert adapters.active(WHO.target, WHO.draft) is None
 
 
 def test_a_pause_is_recorded_without_changing_other_progress(database: Database) -> None:
@@ -506,8 +509,20 @@ def test_a_rollback_quarantines_cases_and_empties_their_replay(database: Databas
     # Two generations, and one that `promoted` made for its run.
     assert store.stats().quarantined == 5
     assert TrainingTexts(database).untrained(WHO).cases == 0
-    assert [verdict for _, verdict in adapters.watched(WHO.draft, 9)] == [LOST]
-    assert adapters.watched("another", 9) == []
+    assert [verdict for _, verdict in adapters.watched(WHO.target, WHO.draft, 9)] == [LOST]
+    assert adapters.watched(WHO.target, "another", 9) == adapters.watched("another", WHO.draft, 9) == []
+
+
+def test_an_ancestor_of_another_target_does_not_take_its_place(database: Database) -> None:
+    """Before adapters were of one target, a run could start from one of another."""
+    store = Adapters(database, ADAPTERS)
+    first = promoted(database)
+    second = promoted(database, parent=first.id)
+    other = update(adapters).where(adapters.c.id == first.id).values(target="other")
+    database.write(lambda connection: connection.execute(other)).result()
+    assert store.roll_back(second.id, first.id, LOST) is None
+    assert store.active(WHO.target, WHO.draft) is None
+    assert store.get(first.id).state is AdapterState.RETIRED
 
 
 def test_taking_back_may_mean_the_bare_draft(database: Database) -> None:
@@ -515,7 +530,7 @@ def test_taking_back_may_mean_the_bare_draft(database: Database) -> None:
     first = promoted(database)
     second = promoted(database, parent=first.id)
     assert adapters.roll_back(second.id, 0, LOST) is None
-    assert adapters.active(WHO.draft) is None
+    assert adapters.active(WHO.target, WHO.draft) is None
     assert adapters.get(first.id).state is AdapterState.RETIRED
     with pytest.raises(IllegalMove):
         adapters.roll_back(second.id, 0, LOST)
@@ -529,8 +544,8 @@ def test_watches_are_listed_newest_first(database: Database) -> None:
     adapters.record_evaluation(first.id, EvaluationKind.WATCH, WON)
     second = promoted(database, parent=first.id)
     adapters.roll_back(second.id, first.id, LOST)
-    assert [verdict for _, verdict in adapters.watched(WHO.draft, 9)] == [LOST, WON]
-    assert [verdict for _, verdict in adapters.watched(WHO.draft, 1)] == [LOST]
+    assert [verdict for _, verdict in adapters.watched(WHO.target, WHO.draft, 9)] == [LOST, WON]
+    assert [verdict for _, verdict in adapters.watched(WHO.target, WHO.draft, 1)] == [LOST]
 
 
 def test_drift_is_answered_by_a_verdict_alone(database: Database) -> None:
@@ -542,17 +557,17 @@ def test_drift_is_answered_by_a_verdict_alone(database: Database) -> None:
         assert run is not None
         return run
 
-    assert runs.drift_answered(WHO.draft) == 0
+    assert runs.drift_answered(WHO) == 0
     run = drifted()
-    assert runs.drift_answered(WHO.draft) == 0
+    assert runs.drift_answered(WHO) == 0
     runs.move(run.id, run.fencing, RunState.CRASHED)
-    assert runs.drift_answered(WHO.draft) == 0
+    assert runs.drift_answered(WHO) == 0
     usual = claim(database)
     runs.move(usual.id, usual.fencing, RunState.FAILED, error="x")
-    assert runs.drift_answered(WHO.draft) == 0, "not those started by drift"
+    assert runs.drift_answered(WHO) == 0, "not those started by drift"
     run = drifted()
     runs.move(run.id, run.fencing, RunState.FAILED, error="x")
     store.add([generation()]).result()
     newest = store.drafting(WHO, 2)
-    assert runs.drift_answered(WHO.draft) == newest[1].seq, "the newest text when it was claimed"
-    assert runs.drift_answered("another") == 0
+    assert runs.drift_answered(WHO) == newest[1].seq, "the newest text when it was claimed"
+    assert runs.drift_answered(replace(WHO, target="another")) == 0

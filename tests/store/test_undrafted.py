@@ -174,7 +174,7 @@ def test_a_run_that_gave_its_texts_back_answered_no_drift(log: Generations, runs
         run = runs.claim(trigger=Trigger.DRIFT, who=WHO, parent=BARE_DRAFT, limit=9)
         assert run is not None
         runs.move(run.id, run.fencing, RunState.FAILED, give_back=give_back)
-        assert (runs.drift_answered(WHO.draft) == 0) is give_back
+        assert (runs.drift_answered(WHO) == 0) is give_back
 
 
 def test_a_crash_frees_them_and_what_a_run_had_it_keeps(log: Generations, runs: Runs, texts: TrainingTexts) -> None:

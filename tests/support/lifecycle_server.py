@@ -228,7 +228,7 @@ class Server:
         context = LifecycleContext(
             stores=stores,
             members=self.members,
-            switching=Switching(self.engine, self.adapters, WHO.draft, self.events),
+            switching=Switching(self.engine, self.adapters, installation.who, self.events),
             launcher=self.launcher,
             events=self.events,
             rules=Rules(
@@ -247,7 +247,7 @@ class Server:
                 adapters=root,
                 spec={"out": str(root), **(spec or {})},
             ),
-            who=WHO,
+            who=installation.who,
             machine="a test's machine",
             clock=None if self.behind else lambda: datetime.now(UTC) + installation.clock_offset,
         )
@@ -290,7 +290,7 @@ class Server:
         known = self.events.promotions
         self.traffic()
         self.tick_until(lambda: self.events.promotions > known)
-        ref = self.adapters.active(WHO.draft)
+        ref = self.adapters.active(WHO.target, WHO.draft)
         assert ref is not None
         return ref
 
@@ -324,6 +324,7 @@ class Installation:
         self.home, self.url = home, url
         self.plan = home / "plan.json"
         self.clock_offset = timedelta()
+        self.who = WHO
         self.behind = timedelta()
         self.keep = 10_000
         self.max_days: float | None = None

@@ -193,7 +193,7 @@ def register_adapters(server: LocalServer, pair: tuple[Path, Path], count: int) 
             draft=who.draft,
             parent=BARE_DRAFT,
         )
-        stores.adapters.activate(ref.id, who.draft)
+        stores.adapters.activate(ref.id, who.target, who.draft)
         made.append(ref)
     stores.runs.move(run.id, run.fencing, RunState.CRASHED)
     stores.lineage.erase(Selection(everything=True))

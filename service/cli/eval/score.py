@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from service.cli.console import progress, table, write_json
-from service.cli.models import pair_folders
+from service.cli.models import active_adapter, pair_folders
 from service.cli.options import VERSION, Config, Draft, Json, Target, adapter_name, adapter_version, settings_from
 from service.core import BARE_DRAFT, BadRequest
 
 if TYPE_CHECKING:
     from service.evaluation.score import Scored
-    from service.store.stores import Stores
 
 
 def score(
@@ -51,7 +49,8 @@ def score(
     lengths = _lengths(k)
     stores = open_stores(settings)
     try:
-        versions = adapter or [BARE_DRAFT, *_active(stores, models[1])]
+        active = active_adapter(stores, *models)
+        versions = adapter or [BARE_DRAFT, *([] if active is None else [active.id])]
         with progress("scoring") as bar:
             found = run_score(
                 stores,
@@ -93,13 +92,6 @@ def _show(found: Sequence[Scored]) -> None:
         "tokens/s, predicted",
     )
     table("logged, held-out generations", columns, lines)
-
-
-def _active(stores: Stores, folder: Path) -> list[int]:
-    from service.models.fingerprint import model_fingerprint
-
-    active = stores.adapters.active(model_fingerprint(folder))
-    return [] if active is None else [active.id]
 
 
 def _lengths(k: str) -> list[int]:

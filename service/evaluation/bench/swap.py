@@ -211,7 +211,7 @@ def _make_adapters(settings: Settings, folder: Path, pair: Pair, draft: Path) ->
         for seed in (1, 2):
             made.append(_make_adapter(settings, stores, run, who, draft, folder, seed))
             # Only what has served once may be activated by hand.
-            stores.adapters.activate(made[-1].id, who.draft)
+            stores.adapters.activate(made[-1].id, who.target, who.draft)
     finally:
         stores.close()
     return made

@@ -71,7 +71,8 @@ class Adapters:
             raise StoreError(f"adapter folder {folder} is not in {self.root}")
 
         def work(connection: Connection) -> AdapterRef:
-            if held_run(connection, run_id, fencing).draft != draft:
+            run = held_run(connection, run_id, fencing)
+            if run.draft != draft:
                 raise IllegalMove(f"run {run_id} is for another draft")
             before = select(adapters.c.erased_texts).where(adapters.c.id == parent)
             made = connection.execute(
@@ -87,6 +88,7 @@ class Adapters:
                     state=AdapterState.CANDIDATE.value,
                     created_at=time_of(connection),
                     erased_texts=connection.execute(before).scalar(),
+                    target=run.target,
                 )
             ).inserted_primary_key
             assert made is not None
@@ -105,29 +107,20 @@ class Adapters:
         with self._db.read() as connection:
             return [self._ref(row) for row in connection.execute(_known().order_by(adapters.c.id.desc()))]
 
-    def active(self, draft: str) -> AdapterRef | None:
-        """The adapter that serves this draft; None when it serves bare."""
+    def active(self, target: str, draft: str) -> AdapterRef | None:
+        """The adapter that serves this pair; None when its draft serves bare."""
         with self._db.read() as connection:
-            row = _active(connection, draft)
+            row = _active(connection, target, draft)
         return None if row is None else self._ref(row)
 
-    def target_of(self, adapter_id: int) -> str | None:
-        """Fingerprint of the target whose answers the adapter's run learnt from; None: it is not known which run. Raises
-        NotFound."""
-        with self._db.read() as connection:
-            run = _row(connection, adapter_id).run
-            return connection.execute(
-                select(training_runs.c.target).where(training_runs.c.id == run)
-            ).scalar_one_or_none()
-
-    def serves_since(self, draft: str) -> int:
-        """The newest generation (seq) when what serves this draft, an adapter or none, began to. 0: that is not known."""
+    def serves_since(self, target: str, draft: str) -> int:
+        """The newest generation (seq) when what serves this pair, an adapter or none, began to. 0: that is not known."""
         ended = adapters.c.state.not_in([AdapterState.CANDIDATE.value, AdapterState.REJECTED.value])
         with self._db.read() as connection:
-            row = _active(connection, draft)
+            row = _active(connection, target, draft)
             if row is not None:
                 return row.log_end or 0
-            query = select(func.max(adapters.c.log_end)).where(adapters.c.draft == draft, ended)
+            query = select(func.max(adapters.c.log_end)).where(*trained_for(target, draft), ended)
             return connection.execute(query).scalar() or 0
 
     def adopt(self) -> None:
@@ -149,18 +142,20 @@ class Adapters:
             named = update(adapters).where(adapters.c.id == row.id).values(folder=new.name)
             self._db.write(lambda connection, named=named: connection.execute(named)).result()
 
-    def activate(self, adapter_id: int, draft: str) -> AdapterRef | None:
-        """Make this adapter (0: none) the active one of its draft, as an operator asks. Raises NotFound, IllegalMove."""
+    def activate(self, adapter_id: int, target: str, draft: str) -> AdapterRef | None:
+        """Make this adapter (0: none) the active one of its pair, as an operator asks. Raises NotFound, IllegalMove."""
 
         def work(connection: Connection) -> AdapterRef | None:
             if adapter_id == BARE_DRAFT:
-                retire_active(connection, draft)
+                retire_active(connection, target, draft)
                 return None
             row = _row(connection, adapter_id)
             if row.draft != draft:
                 raise IllegalMove(f"adapter {adapter_id} belongs to another draft")
+            if row.target != target:
+                raise IllegalMove(f"adapter {adapter_id} was trained and proven with another target")
             if AdapterState(row.state) is not AdapterState.ACTIVE:
-                retire_active(connection, draft)
+                retire_active(connection, target, draft)
                 move_adapter(connection, adapter_id, AdapterState.ACTIVE)
             return self._ref(_row(connection, adapter_id))
 
@@ -176,7 +171,7 @@ class Adapters:
             if checks is not None and _checked(connection, adapter_id) != checks:
                 raise IllegalMove(f"adapter {adapter_id} has been checked by another process meanwhile")
             move_adapter(connection, adapter_id, AdapterState.ROLLED_BACK)
-            back = reinstate(connection, to)
+            back = reinstate(connection, to, _row(connection, adapter_id).target)
             record_evaluation(connection, adapter_id, EvaluationKind.WATCH, verdict)
             if (run := _row(connection, adapter_id).run) is not None:
                 free = generations.c.quarantined_run.is_(None)
@@ -198,7 +193,7 @@ class Adapters:
             move_adapter(connection, adapter_id, AdapterState.BROKEN)
             connection.execute(update(adapters).where(adapters.c.id == adapter_id).values(note=reason))
             if AdapterState(row.state) is AdapterState.ACTIVE:
-                reinstate(connection, row.parent)
+                reinstate(connection, row.parent, row.target)
 
         self._db.write(work).result()
 
@@ -225,12 +220,12 @@ class Adapters:
                 for row in connection.execute(query.order_by(evaluations.c.id))
             ]
 
-    def watched(self, draft: str, limit: int) -> list[tuple[datetime, Verdict]]:
-        """The newest verdicts of the watch on adapters of one draft, newest first."""
+    def watched(self, target: str, draft: str, limit: int) -> list[tuple[datetime, Verdict]]:
+        """The newest verdicts of the watch on adapters of one pair, newest first."""
         query = (
             select(evaluations.c.created_at, evaluations.c.verdict)
             .join_from(evaluations, adapters, adapters.c.id == evaluations.c.adapter)
-            .where(adapters.c.draft == draft, evaluations.c.kind == EvaluationKind.WATCH.value)
+            .where(*trained_for(target, draft), evaluations.c.kind == EvaluationKind.WATCH.value)
             .order_by(evaluations.c.id.desc())
             .limit(limit)
         )
@@ -253,6 +248,7 @@ class Adapters:
             erased_texts=row.erased_texts,
             learnt_from=row.learnt_from,
             measured_on=() if row.gate is None else from_json(row.gate).measured_on,
+            target=row.target,
         )
 
 
@@ -265,12 +261,12 @@ def move_adapter(connection: Connection, adapter_id: int, state: AdapterState) -
     connection.execute(update(adapters).where(adapters.c.id == adapter_id).values(state=state.value, **where))
 
 
-def reinstate(connection: Connection, ancestor: int) -> int:
-    """Make an adapter, or its nearest ancestor that may serve, the active one of its draft. Returns its id; BARE_DRAFT: the
-    bare draft serves."""
+def reinstate(connection: Connection, ancestor: int, target: str | None) -> int:
+    """Make an adapter, or its nearest ancestor that may serve with this target, the active one of its pair. Returns its id;
+    BARE_DRAFT: the bare draft serves."""
     while ancestor != BARE_DRAFT:
         row = _row(connection, ancestor)
-        if AdapterState(row.state) is AdapterState.RETIRED:
+        if AdapterState(row.state) is AdapterState.RETIRED and row.target == target:
             move_adapter(connection, ancestor, AdapterState.ACTIVE)
             return ancestor
         ancestor = row.parent
@@ -287,16 +283,21 @@ def judge_candidate(
     record_evaluation(connection, adapter_id, EvaluationKind.GATE, verdict)
 
 
-def retire_active(connection: Connection, draft: str) -> None:
-    """Move the draft's active adapter to RETIRED; nothing where the bare draft serves."""
-    if (row := _active(connection, draft)) is not None:
+def retire_active(connection: Connection, target: str, draft: str) -> None:
+    """Move the pair's active adapter to RETIRED; nothing where the bare draft serves."""
+    if (row := _active(connection, target, draft)) is not None:
         move_adapter(connection, row.id, AdapterState.RETIRED)
 
 
-def active_id(connection: Connection, draft: str) -> int:
-    """The adapter that serves this draft; BARE_DRAFT for none."""
-    row = _active(connection, draft)
+def active_id(connection: Connection, target: str, draft: str) -> int:
+    """The adapter that serves this pair; BARE_DRAFT for none."""
+    row = _active(connection, target, draft)
     return BARE_DRAFT if row is None else row.id
+
+
+def trained_for(target: str, draft: str) -> tuple[ColumnElement[bool], ...]:
+    """Whether an adapter was trained for this pair."""
+    return (adapters.c.target == target, adapters.c.draft == draft)
 
 
 def record_evaluation(connection: Connection, adapter_id: int, kind: EvaluationKind, verdict: Verdict) -> None:
@@ -329,9 +330,9 @@ def _row(connection: Connection, adapter_id: int) -> Row[Any]:
     return row
 
 
-def _active(connection: Connection, draft: str) -> Row[Any] | None:
-    where = (adapters.c.draft == draft, adapters.c.state == AdapterState.ACTIVE.value)
-    return connection.execute(_known().where(*where)).one_or_none()
+def _active(connection: Connection, target: str, draft: str) -> Row[Any] | None:
+    query = _known().where(*trained_for(target, draft), adapters.c.state == AdapterState.ACTIVE.value)
+    return connection.execute(query).one_or_none()
 
 
 def _known() -> Select[Any]:

@@ -91,5 +91,5 @@ def _revoke(connection: Connection) -> list[int]:
         move_adapter(connection, row.id, AdapterState.REVOKED)
     for row in marked:
         if row.state == AdapterState.ACTIVE:
-            reinstate(connection, row.parent)
+            reinstate(connection, row.parent, row.target)
     return [row.id for row in marked]

@@ -10,7 +10,7 @@ from service.core import AdapterRecord, AdapterState, Disagreement, History, Jud
 from service.store.database import Database
 from service.store.log.disagreements import worst_cases
 from service.store.log.traffic import read_traffic
-from service.store.registry.adapters import EvaluationKind
+from service.store.registry.adapters import EvaluationKind, trained_for
 from service.store.registry.runs import Runs
 from service.store.registry.verdicts import from_json
 from service.store.tables import adapters, evaluations
@@ -46,7 +46,7 @@ class PairOverview:
         return self._runs.newest(self._who)
 
     def _adapters(self) -> tuple[AdapterRecord, ...]:
-        known = select(adapters).where(adapters.c.draft == self._who.draft)
+        known = select(adapters).where(*trained_for(self._who.target, self._who.draft))
         known = known.order_by(adapters.c.id.desc()).limit(ADAPTERS)
         deciding = (EvaluationKind.GATE.value, EvaluationKind.WATCH.value)
         with self._db.read() as connection:

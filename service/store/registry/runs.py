@@ -228,9 +228,9 @@ class Runs:
         def work(connection: Connection) -> TrainingRun:
             row = held_run(connection, run_id, fencing)
             _move(connection, row, RunState.PROMOTED, adapter=adapter_id, verdict=to_json(verdict))
-            if active_id(connection, row.draft) != row.parent:
+            if active_id(connection, row.target, row.draft) != row.parent:
                 raise ParentChanged(f"adapter {row.parent}, which it was compared with, no longer serves")
-            retire_active(connection, row.draft)
+            retire_active(connection, row.target, row.draft)
             judge_candidate(connection, run_id, adapter_id, AdapterState.ACTIVE, verdict)
             return _get(connection, run_id)
 
@@ -301,14 +301,14 @@ class Runs:
             raise NotFound(f"no training run {run_id}")
         return Provenance(row.target, row.tokenizer, row.draft), json.loads(row.config)
 
-    def drift_answered(self, draft: str) -> int:
+    def drift_answered(self, who: Provenance) -> int:
         """The newest generation (seq) when the newest run was claimed that drift had set off and that came to a verdict of its
         own; one that gave its texts back did not. 0: there is none."""
         decided = [state.value for state in (RunState.PROMOTED, RunState.REJECTED, RunState.FAILED)]
         texts = select(run_texts.c.run).where(run_texts.c.run == training_runs.c.id)
         query = select(func.max(training_runs.c.log_end)).where(
             training_runs.c.trigger == Trigger.DRIFT.value,
-            training_runs.c.draft == draft,
+            *of_pair(who),
             training_runs.c.state.in_(decided),
             texts.exists(),
         )
