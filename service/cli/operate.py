@@ -110,7 +110,7 @@ def _follow(url: str, path: str, wait: bool) -> None:
 
 @adapters.command("list")
 def list_adapters(config: Config = None, json: Json = None) -> None:
-    """Every adapter version, newest first."""
+    """Every adapter version, newest first, with the pair that it serves: how the fingerprints of target and draft begin."""
     from service.api.schemas import AdapterAnswer
     from service.store.stores import open_stores
 
@@ -121,10 +121,11 @@ def list_adapters(config: Config = None, json: Json = None) -> None:
         stores.close()
     rows = [
         (a.id, a.state, adapter_name(a.parent), a.run or "", a.erased_texts or "", a.rank, a.sha256[:12],
-         f"{a.created_at:%Y-%m-%d %H:%M}", a.folder)
+         f"{a.created_at:%Y-%m-%d %H:%M}", f"{(a.target or '?')[:6]} {a.draft[:6]}", a.folder)
         for a in found
     ]  # fmt: skip
-    table("adapters", ("id", "state", "parent", "run", "erased texts", "rank", "sha256", "made", "folder"), rows)
+    columns = ("id", "state", "parent", "run", "erased texts", "rank", "sha256", "made", "pair", "folder")
+    table("adapters", columns, rows)
     plain = [AdapterAnswer.model_validate(a).model_dump(mode="json") | {"folder": str(a.folder)} for a in found]
     write_json(json, {"adapters": plain})
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import sys
 from collections.abc import Generator
@@ -12,12 +13,17 @@ from tests.support.command_line import Outcome, Redraft
 
 
 @pytest.fixture
-def umask() -> Generator[None]:
-    """`serve` narrows it."""
+def restored_process() -> Generator[None]:
+    """`serve` narrows the umask, and takes over the log."""
     before = os.umask(0o022)
     os.umask(before)
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
     yield
     os.umask(before)
+    root.setLevel(level)
+    root.handlers[:] = handlers
+    logging.captureWarnings(False)
 
 
 @pytest.fixture

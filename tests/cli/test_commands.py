@@ -754,7 +754,7 @@ def test_an_export_that_cannot_be_written_is_answered_with_one_sentence(
     one_sentence(done)
 
 
-@pytest.mark.usefixtures("umask")
+@pytest.mark.usefixtures("restored_process")
 def test_a_port_in_use_ends_the_server(tmp_path: Path, redraft: Redraft, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
     with socket.create_server(("127.0.0.1", 0)) as taken:

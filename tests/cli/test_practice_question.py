@@ -73,7 +73,7 @@ def test_the_prompt_shows_where_stderr_is_a_file() -> None:
     assert status == 0 and "said: True" in text
 
 
-@pytest.mark.usefixtures("umask")
+@pytest.mark.usefixtures("restored_process")
 def test_nobody_is_asked_without_a_terminal(
     tmp_path: Path, redraft: Redraft, taken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
