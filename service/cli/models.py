@@ -114,7 +114,7 @@ def require_unneeded(model: StoredModel, settings: Settings) -> None:
             if ref.state is AdapterState.ACTIVE and ref.draft in drafts:
                 raise Conflict(
                     f"adapter {ref.id} serves with {model.name} as its draft: it would be of no use without it "
-                    "(redraft adapters activate 0 puts it aside)"
+                    "(`redraft adapters activate bare` at a server of that pair, or --force)"
                 )
     finally:
         stores.close()

@@ -339,6 +339,9 @@ def get_model(name: str, config: Config = None) -> None:
 def remove(
     name: Annotated[str, typer.Argument(help="As `redraft models list` names it.")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also while an adapter is active that was trained for it.")
+    ] = False,
     config: Config = None,
 ) -> None:
     """Delete a model from this disk: one that was converted or made here, or all revisions of one in the hub's cache, which
@@ -348,7 +351,8 @@ def remove(
 
     settings = settings_from(config)
     model = stored_model(name, settings.home)
-    require_unneeded(model, settings)
+    if not force:
+        require_unneeded(model, settings)
     if not yes:
         typer.confirm(f"remove {model.name} ({_size(model.size)}, {model.origin})?", abort=True)
     remove_model(model)

@@ -131,6 +131,9 @@ def test_what_an_active_adapter_needs_stays(tmp_path: Path, hub: Path, redraft: 
     assert isinstance(refused.exception, Conflict), refused.output
     assert str(refused.exception).startswith(f"adapter {made[0].id} serves with {DRAFT} as its draft")
     assert list(hub.glob("models--*"))
+    forced = redraft(*remove, "--force")
+    assert forced.exit_code == 0 and not list(hub.glob("models--*"))
+    cache_model(hub, DRAFT, pair[1])
 
     stores = open_stores(load_settings(server.config))
     stores.adapters.activate(0, made[0].target or "", made[0].draft)
