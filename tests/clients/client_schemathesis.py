@@ -7,6 +7,7 @@ two at a time: one for all of them takes gigabytes with thousands of requests of
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ COUNTING = "POST /v1/messages/count_tokens"
 """Of this operation schemathesis 4.32.5 makes up no invalid requests but those of its coverage phase: it looks for an array of
 what no block of content is, and finds none. The body is that of /v1/messages without what is said of the answer."""
 SEED = "3"
-"""With 1 schemathesis 4.32.5 takes a body of /v1/responses for invalid whose tools are all of types that the document names."""
+HOOKS = str(Path(__file__).with_name("schemathesis_hooks.py"))
 ENDLESS = "GET /events"
 """Its answer is a stream that ends with the server."""
 METHODS = {"get", "post", "put", "patch", "delete"}
@@ -31,7 +32,8 @@ def run(address: str, name: str, phases: str, *options: str) -> int:
     command += ["--generation-database", "none"]
     command += ["--include-name", name, "--checks", "all", "--phases", phases, "--seed", SEED, "--no-color", *options]
     started = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    hooks = {**os.environ, "SCHEMATHESIS_HOOKS": HOOKS}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=hooks)
     if done.returncode:
         print(done.stdout, done.stderr, sep="\n")
     print(f"{name}: status {done.returncode}, {time.monotonic() - started:.0f} s", flush=True)
