@@ -165,6 +165,9 @@ class Grammars:
             before = threading.stack_size(STACK_BYTES)
             try:
                 threading.Thread(target=work, name="redraft-grammar", daemon=True).start()
+            except RuntimeError:  # no memory for its stack
+                self._compiling.release()
+                raise
             finally:
                 threading.stack_size(before)
         try:

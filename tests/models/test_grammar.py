@@ -221,6 +221,23 @@ def test_what_is_compiled_is_had_while_others_compile(grammars: Grammars, monkey
     assert any(grammars.constraint(choice_grammar(["three"])).masks(())[0])
 
 
+def test_a_thread_that_cannot_start_takes_no_place_for_ever(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(grammar_module, "COMPILE_SECONDS", 60.0)
+    with monkeypatch.context() as failing:
+        failing.setattr(threading.Thread, "start", fail)
+        for _ in range(grammar_module.COMPILING):
+            with pytest.raises(RuntimeError):
+                grammars.constraint(choice_grammar(["a"]))
+    assert grammars._compiling.acquire(blocking=False)
+    grammars._compiling.release()
+    assert any(grammars.constraint(choice_grammar(["a"])).masks(())[0])
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_what_cannot_be_compiled_is_refused_within_a_second(grammars: Grammars, name: str) -> None:
     grammars.constraint(choice_grammar(["warm"]))
