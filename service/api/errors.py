@@ -24,6 +24,7 @@ from service.core import (
     BadRequest,
     Conflict,
     IllegalMove,
+    NonFiniteLogits,
     NotFound,
     Overloaded,
     RedraftError,
@@ -108,6 +109,7 @@ STATUS: Mapping[type[RedraftError], int] = {
     RateLimited: 429,
     Overloaded: 503,
     Unavailable: 503,
+    NonFiniteLogits: 500,
     TimedOut: 504,
 }
 """Status by class. Classes not listed are the server's own trouble: 500, with a message that does not go into it."""

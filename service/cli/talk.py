@@ -68,7 +68,10 @@ def _load(config: Config, target: str | None, draft: str | None, k: int | None) 
         row = Request("0", Prompt(encoder.encode_chat(messages), sampling), pair.eos, text)
         decoder.admit(row)
         while row.finish is None:
-            on_delta(decoder.round().deltas[0])
+            for delta in decoder.round().deltas:
+                on_delta(delta)
+        if row.error is not None:
+            raise row.error
         return row.finished()
 
     return Talker(say)

@@ -58,6 +58,12 @@ class ModelError(RedraftError):
     code = "model_error"
 
 
+class NonFiniteLogits(RedraftError):
+    """The target computed NaN or infinite logits for a request, so that no token can be chosen. Other requests go on."""
+
+    code = "nonfinite_logits"
+
+
 class PairError(ModelError):
     """Target and draft do not belong together, or this engine cannot run one of them exactly."""
 

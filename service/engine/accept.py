@@ -38,6 +38,15 @@ def accept(
     )
 
 
+def finite_positions(logits: mx.array) -> mx.array:
+    """Whether a token can be chosen by logits (..., V), at each position: (...) booleans.
+
+    False where a logit is NaN or +inf, or all are -inf. Single -inf are sound: masked vocabularies have them. The maximum alone
+    tells, because MLX's reduction propagates NaN on every back end, and costs less than a second look at each value.
+    """
+    return mx.isfinite(mx.max(logits, axis=-1))
+
+
 def emitted_tokens(accepted: mx.array, following: mx.array, drafted: mx.array) -> mx.array:
     """Tokens (B, K+1), of which row b emits the first accepted[b] + 1: its accepted tokens, then the token after them.
 

@@ -20,7 +20,7 @@ from service.engine.kv.pool import Pool
 from service.engine.kv.prefix import Owner, PrefixCache
 from service.engine.prefill import Prefill
 from service.engine.request import PADDING_LENGTH, Request, padding_row
-from service.engine.rounds import Plan, Step
+from service.engine.rounds import Outcome, Plan, Step
 from service.engine.strategy import current
 from service.engine.target import Target
 
@@ -173,7 +173,10 @@ class Batch:
         indices = {i for i, row in enumerate(self.rows) if any(row is other for other in gone)}
         removed = [self.rows[i] for i in indices]
         for i in indices:
-            self._cache_prefix(i)
+            if self.rows[i].error is None:
+                self._cache_prefix(i)
+            else:
+                self._discard(i)
         if self.prefix is not None:
             # What is still read from MLX copies at the next write.
             self.prefix.copy(wait=not under_way)
@@ -196,6 +199,14 @@ class Batch:
         self.rows = [self.rows[i] for i in staying]
         self._epochs = [self._epochs[i] for i in staying]
 
+    def _discard(self, index: int) -> None:
+        """Leave nothing of a failed row: its slot is used again, and other requests may begin with the same tokens."""
+        row = self.rows[index]
+        for cache in self._caches:
+            cache.zero_tail(index, 0)
+        if self.prefix is not None:
+            self.prefix.discard(row.tokens, row.prompt.cache_salt)
+
     def _cache_prefix(self, index: int) -> None:
         row = self.rows[index]
         if self.prefix is None or not row.prompt.store:
@@ -217,17 +228,26 @@ class Batch:
             row.tokens if drafts(row) else row.tokens[: max(n, 1) + 1] for row, n in zip(rows, lengths, strict=True)
         ]
 
-    def truncate(self, step: Step, before: Sequence[int], finite: Sequence[bool]) -> None:
-        """Truncate both caches to the tokens that the rows have after a round. before: each row's tokens before it. finite: by
-        row, whether the draft's logits were. What a round launched behind it has written stays behind the rows' ends."""
-        self.cache.truncate([len(row.tokens) - 1 for row in self.rows])
+    def truncate(self, step: Step, before: Sequence[int], outcome: Outcome) -> None:
+        """Truncate both caches to the tokens that the rows have after a round. before: each row's tokens before it. What a
+        round launched behind it has written stays behind the rows' ends, unless values of this one are not finite."""
+        self.truncate_target(outcome)
         if self.drafter is None:
             return
         cache = self.drafter.cache
         if step.drafted and not self.failed:
-            self._truncate_draft(cache, step.plan, before, finite)
+            self._truncate_draft(cache, step.plan, before, outcome.draft_finite)
         else:
             cache.truncate(cache.lengths.host)
+
+    def truncate_target(self, outcome: Outcome) -> None:
+        """Truncate the target's cache to the tokens that the rows have, and leave nothing behind them that is not finite."""
+        self.cache.truncate([len(row.tokens) - 1 for row in self.rows])
+        if not outcome.clean:
+            # Attention gives what is behind a row's end no weight, but zero times NaN is NaN. In all rows, because a round that
+            # was launched behind this one, and is dropped, may have spoilt others.
+            for index, row in enumerate(self.rows):
+                self.cache.zero_tail(index, 0 if row.padding else None)
 
     def _truncate_draft(self, cache: RowCache, plan: Plan, before: Sequence[int], finite: Sequence[bool]) -> None:
         """The draft wrote its own proposal into its cache, but for the last token. The accepted part stays, unless the draft

@@ -240,7 +240,7 @@ class Decoder:
     def _remove(self, gone: Sequence[Request], *, under_way: bool = False, tight: bool = False) -> None:
         self._rows_changed = not under_way
         for row in self.batch.remove(gone, under_way=under_way, tight=tight):
-            if self.lookup is not None and row.prompt.store and row.finish is not None:
+            if self.lookup is not None and row.prompt.store and row.finish is not None and row.error is None:
                 self.lookup.add_output(row.output, row.prompt.cache_salt)
         if not self.rows:
             # Else the last rows' tokens and stop strings would stay until there are others.
@@ -299,16 +299,19 @@ class Decoder:
         launched = step
         step, outcome = self.runner.read(launched)
         plan = step.plan
-        if step is not launched or not all(outcome.finite):
-            # It was computed from what the draft has spoilt.
+        if step is not launched or not outcome.clean:
+            # The round ahead was computed from values that are not finite.
             ahead = None
+        failed = tuple(plan.rows[i] for i in outcome.failing(plan.rows))
+        for row in failed:
+            row.fail()
         # Rows that ended in the round before this one, which was under way by then, get nothing of it.
         live = [i for i, row in enumerate(plan.rows) if row.finish is None]
         before, sources = [len(row.tokens) for row in plan.rows], plan.sources
         deltas = tuple(
             plan.rows[i].append_round(outcome.emitted[i], outcome.proposed[i], sources[i], self.adapter) for i in live
         )
-        self.batch.truncate(step, before, outcome.finite)
+        self.batch.truncate(step, before, outcome)
         if isinstance(ahead, Called):
             ahead = self._decide(ahead)
         if not self.strategy.launch_ahead:
@@ -316,7 +319,7 @@ class Decoder:
         rows = tuple(plan.rows[i] for i in live)
         rounds = tuple(row.rounds[-1] for row in rows)
         started_at, self._completed_at = max(plan.started_at, self._completed_at), time.perf_counter()
-        report = RoundReport(rows, deltas, rounds, self._completed_at - started_at)
+        report = RoundReport(rows, deltas, rounds, self._completed_at - started_at, failed)
         self._observe(step, report, timed=self._times_one_round(step, ahead))
         ended = [row for row in self.rows if row.finish is not None]
         if len(ended) == len(self.rows):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,6 +16,7 @@ from service.core import (
     Finished,
     FinishReason,
     Generation,
+    NonFiniteLogits,
     Prompt,
     Provenance,
     Round,
@@ -27,6 +29,8 @@ from service.engine.acceptance import Acceptance
 from service.engine.drafters.lookup import NGramIndex
 from service.engine.evidence import Evidence
 from service.engine.top_logprobs import pack
+
+log = logging.getLogger(__name__)
 
 PADDING_LENGTH = 15
 """Positions that a padding row holds: with its newest token no fewer than a draft step takes of any row."""
@@ -115,6 +119,8 @@ class Request:
     text: TextStream | None
     tokens: list[int] = field(init=False)
     finish: FinishReason | None = None
+    error: NonFiniteLogits | None = None
+    """Why it ended without an answer."""
     padding: bool = False
     """It only fills a batch up: nobody asked for it, and it has no output."""
     cached_tokens: int = 0
@@ -152,6 +158,15 @@ class Request:
     def emitted(self) -> int:
         """The number of output tokens so far."""
         return len(self.tokens) - len(self.prompt.tokens)
+
+    def fail(self) -> None:
+        """End the request: the target's logits for its next token are not finite. Nothing of it is recorded or cached."""
+        self.error = NonFiniteLogits(
+            f"the model computed logits that are not finite for output token {self.emitted + 1}, so that no token can be "
+            "chosen; nothing of this answer was recorded"
+        )
+        self.finish = FinishReason.CANCELLED
+        log.error("request %s: the target's logits are not finite at output token %d", self.id, self.emitted + 1)
 
     def needs_evidence(self, collect: bool) -> bool:
         """Whether the target's probabilities at its output are read. collect: those of rows that may be stored are logged."""
@@ -260,8 +275,8 @@ class Request:
         return Finished(self.id, self.finish or FinishReason.CANCELLED, tuple(self.output), timings, stopped_by)
 
     def generation(self, provenance: Provenance) -> Generation | None:
-        """The generation to record; None without evidence. provenance: of the models that made it."""
-        if not self.evidence:
+        """The generation to record; None without evidence and of a failed request. provenance: of the models that made it."""
+        if not self.evidence or self.error is not None:
             return None
         return Generation(
             id=self.id,

@@ -48,6 +48,12 @@ class Plan:
         pairs = zip(self.choice.looked_up, self.found, strict=True)
         return [found.source if n and found else Source.DRAFT for n, found in pairs]
 
+    def without_proposals(self) -> Plan:
+        """The plan with nothing drafted and nothing looked up. Its time says nothing of other rounds."""
+        none = [None] * len(self.rows)
+        choice = Choice(0, (0,) * len(self.rows))
+        return replace(self, choice=choice, found=none, matches=none, steps=DraftSteps(0), irregular=True)
+
     def having(self, drafted: int) -> Plan:
         """The plan after the draft stopped at so many tokens."""
         return replace(self, choice=self.choice.with_drafted(drafted))
@@ -55,30 +61,47 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A round's tokens, by row. emitted: the accepted tokens and the bonus or corrected one. proposed: the proposal, without
-    positions where the draft's logits were not finite. finite: whether they all were."""
+    """A round's tokens, by row.
+
+    emitted: the accepted tokens and the bonus or corrected one. proposed: the proposal, without positions where the draft's
+    logits were not finite. draft_finite: whether all of the draft's logits were finite. target_finite: whether the target's
+    were at every emitted position. rejected_finite: whether they were at the positions behind those too.
+    """
 
     emitted: list[list[int]]
     proposed: list[list[int]]
-    finite: list[bool]
+    draft_finite: list[bool]
+    target_finite: list[bool]
+    rejected_finite: list[bool]
+
+    def failing(self, rows: Sequence[Request]) -> list[int]:
+        """The rows that need a token and get none, because the target's logits for it are not finite."""
+        return [i for i, row in enumerate(rows) if row.finish is None and not self.target_finite[i]]
+
+    @property
+    def clean(self) -> bool:
+        """All logits of the round were finite."""
+        return all((*self.draft_finite, *self.target_finite, *self.rejected_finite))
 
 
 @dataclass(frozen=True, slots=True)
 class RoundArrays:
     """A round over B rows and K proposed tokens, on the device.
 
-    emitted: (B, K+1), of which row b emits the first accepted[b] + 1. accepted: (B,), proposed: (B, K), usable: (B, K), see
-    Proposal; None where nothing was proposed. finite: (B, K), whether the draft's logits were; None where nothing was drafted.
+    emitted: (B, K+1), of which row b emits the first accepted[b] + 1. target_finite: (B, K+1), see `accept.finite_positions`.
+    accepted: (B,), proposed: (B, K), usable: (B, K), see Proposal; None where nothing was proposed. draft_finite: (B, K),
+    whether the draft's logits were finite; None where nothing was drafted.
     evidence: `RoundEvidence.arrays`. features: (B, K+1, width), the target's, where the draft reads them.
 
     Where the next round may be launched ahead: packed, all that the host reads; newest (B, 2), ends (B,), see Unread.
     Elsewhere: logits and distribution (B, K+1, V), before and after the sampling transform."""
 
     emitted: mx.array
+    target_finite: mx.array
     accepted: mx.array | None = None
     proposed: mx.array | None = None
     usable: mx.array | None = None
-    finite: mx.array | None = None
+    draft_finite: mx.array | None = None
     evidence: tuple[mx.array, ...] = ()
     features: mx.array | None = None
     packed: mx.array | None = None
@@ -94,7 +117,7 @@ class RoundArrays:
     @property
     def read(self) -> list[mx.array]:
         """What the host reads: tokens, then evidence."""
-        tokens = (self.emitted, self.accepted, self.proposed, self.usable, self.finite)
+        tokens = (self.emitted, self.target_finite, self.accepted, self.proposed, self.usable, self.draft_finite)
         return [*(each for each in tokens if each is not None), *self.evidence]
 
 
@@ -128,18 +151,21 @@ class Step:
         else:
             device.wait(arrays.read, self.others)
             values = [np.array(each) for each in arrays.read]
-        emitted, *rest = values
-        rows, several = len(emitted), (0 if arrays.accepted is None else 3) + (arrays.finite is not None)
+        emitted, target_finite, *rest = values
+        rows, several = len(emitted), (0 if arrays.accepted is None else 3) + (arrays.draft_finite is not None)
         self.evidence_read = rest[several:]
         if arrays.accepted is None:
-            return Outcome(emitted.tolist(), [[]] * rows, [True] * rows)
+            sound = [True] * rows
+            return Outcome(emitted.tolist(), [[]] * rows, sound, target_finite.all(axis=1).tolist(), sound)
         accepted, proposed, usable = rest[:3]
-        finite = [True] * rows if arrays.finite is None else np.all(rest[3], axis=1).tolist()
         tried: list[int] = np.cumprod(usable, axis=1, dtype=np.int64).sum(axis=1).tolist()
+        behind = np.arange(emitted.shape[1]) > accepted[:, None]
         return Outcome(
             emitted=[new[: n + 1].tolist() for new, n in zip(emitted, accepted.tolist(), strict=True)],
             proposed=[guess[:n].tolist() for guess, n in zip(proposed, tried, strict=True)],
-            finite=finite,
+            draft_finite=[True] * rows if arrays.draft_finite is None else np.all(rest[3], axis=1).tolist(),
+            target_finite=(target_finite | behind).all(axis=1).tolist(),
+            rejected_finite=(target_finite | ~behind).all(axis=1).tolist(),
         )
 
     def evidence(self, outcome: Outcome) -> list[Evidence]:
@@ -182,9 +208,11 @@ class Called:
 
 @dataclass(frozen=True, slots=True)
 class RoundReport:
-    """What a round emitted, by row. rows: in batch order, finished ones included. seconds: duration of the round."""
+    """What a round emitted, by row. rows: in batch order, finished ones included. seconds: duration of the round. failed: the
+    requests that the round ended without a token, because the target's logits for them were not finite (`Request.error`)."""
 
     rows: tuple[Request, ...]
     deltas: tuple[Delta, ...]
     rounds: tuple[Round, ...]
     seconds: float
+    failed: tuple[Request, ...] = ()

@@ -86,16 +86,30 @@ class Runner:
         return launched(plan, proposal, sampling, noise, verify_key, step)
 
     def read(self, step: Step) -> tuple[Step, Outcome]:
-        """Wait for a round. Where it fails with a proposal of the draft in it, it is launched again without the draft. Returns
-        the step that was read."""
+        """Wait for a round. Launches it again without the draft if the draft raised, and without any proposal if the target's
+        logits for a row are not finite. Returns the step that was read."""
         try:
-            return step, step.read()
+            outcome = step.read()
         except Exception as error:
             # MLX raises where arrays are evaluated, and the proposal is evaluated with the verification.
             if not step.drafted:
                 raise
             step = self._without_draft(step.plan, error)
-            return step, step.read()
+            outcome = step.read()
+        if step.arrays.proposed is not None and outcome.failing(step.plan.rows):
+            # A proposed token may spoil the positions before it: attention gives it no weight, but zero times NaN is NaN.
+            step = self._without_proposals(step.plan, outcome)
+            outcome = step.read()
+        return step, outcome
+
+    def _without_proposals(self, plan: Plan, outcome: Outcome) -> Step:
+        """The same round with nothing proposed. outcome: of the round with proposals, whose tokens are dropped."""
+        rows = plan.rows
+        self._batch.truncate_target(outcome)
+        sampling = self._sampling_of(rows)
+        (key,) = self._keys(sampling, 1)
+        noise = SharedNoise(sampling, [row.emitted for row in rows], self.vocabulary)
+        return self._verify(plan.without_proposals(), None, sampling, noise, key)
 
     def _without_draft(self, plan: Plan, error: Exception) -> Step:
         """The same round without the draft, whose evaluation raised `error`."""
@@ -320,10 +334,12 @@ class Runner:
         latest, proposed, draft, finite, noise, key, leaves, collect, most = arguments
         proposal, drafted = (None if tree is None else Proposal(**tree) for tree in (proposed, draft))
         sampling = SamplingBatch.of_leaves(leaves)
-        logits = biased(allow(logits[..., : self.vocabulary], bits), sampling)
+        logits = logits[..., : self.vocabulary]
+        target_finite = accept.finite_positions(logits)
+        logits = biased(allow(logits, bits), sampling)
         distribution = transform(logits, sampling)
         accepted, following = accept.accept(distribution, sampling, noise, proposal, key)
-        arrays = RoundArrays(following[:, None], features=features, finite=finite)
+        arrays = RoundArrays(following[:, None], target_finite, features=features, draft_finite=finite)
         if proposal is not None:
             emitted = accept.emitted_tokens(accepted, following, proposal.tokens)
             arrays = replace(

@@ -473,6 +473,10 @@ class EngineThread:
             if row.finish is not None:
                 self._finish(ticket, row, engine)
                 self._scheduler.remove([ticket])
+        for row in report.failed:
+            if row.error is not None and (ticket := by_row.get(id(row))) is not None:
+                ticket.send(Failed(row.error))
+                self._scheduler.remove([ticket])
 
     def _finish(self, ticket: Ticket, row: Request, engine: Engine) -> None:
         if row.prompt.store and (generation := row.generation(engine.provenance)) is not None:

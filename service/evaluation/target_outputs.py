@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from service.core import FinishReason, Generation, Prompt, Provenance, Sampling
+from service.core import FinishReason, Generation, ModelError, Prompt, Provenance, Sampling
 from service.engine.decoder import Decoder
 from service.engine.request import Request
 from service.evaluation.progress import OnProgress
@@ -157,7 +157,10 @@ def _decode(
     while waiting or decoder.rows:
         while waiting and len(decoder.rows) < rows:
             decoder.admit(waiting.pop(0))
-        for row in decoder.round().rows:
+        report = decoder.round()
+        for row in report.failed:
+            raise ModelError(f"the target cannot answer a prompt: {row.error}")
+        for row in report.rows:
             if row.finish is not None and (generation := row.generation(pair.provenance)) is not None:
                 cache.add(generation)
                 done += 1

@@ -27,6 +27,7 @@ CODES = (
     "overloaded",
     "unavailable",
     "timeout",
+    "nonfinite_logits",
     "internal_error",
 )
 """Values of the label `code`; anything else is counted as internal_error."""

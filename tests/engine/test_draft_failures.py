@@ -5,7 +5,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from functools import cache
 from pathlib import Path
 
@@ -21,12 +21,11 @@ from service.engine.decoder import Decoder
 from service.engine.request import Request
 from service.engine.strategy import CPU, CUDA, METAL, PAGE, Strategy, using
 from tests.support.automaton import Automaton, masked_alone
+from tests.support.hooked_draft import HookedDraft
 from tests.support.oracle import forced, noisy_copy, tiny_llama
 from tests.support.typed import layers_of, load_arrays
 
 VOCABULARY, K = 97, 3
-Spoil = Callable[[mx.array, mx.array], mx.array]
-"""(tokens (B, N), logits (B, N, V)) -> changed logits."""
 
 
 @cache
@@ -37,22 +36,6 @@ def target() -> Model:
 @cache
 def good() -> nn.Module:
     return noisy_copy(target(), 1, 0.1)
-
-
-class HookedDraft(nn.Module):
-    """A draft whose logits (B, N, V) go through `spoil(tokens, logits)`. It cannot be split into body and head, so
-    that its errors show when the round is evaluated."""
-
-    def __init__(self, spoil: Spoil) -> None:
-        super().__init__()
-        self.inner, self.spoil = good(), spoil
-
-    def __call__(self, tokens: mx.array, cache: list[object] | None = None) -> mx.array:
-        return self.spoil(tokens, self.inner(tokens, cache=cache))
-
-    @property
-    def layers(self) -> list[nn.Module]:
-        return layers_of(self.inner)
 
 
 def rows_of(count: int, tokens: int = 24, kind: str = "greedy") -> list[Request]:
@@ -122,7 +105,7 @@ def test_an_error_raised_by_the_rounds_evaluation(
 
     with pytest.raises(RuntimeError, match="Unable to read"):
         mx.eval(mx.ones((VOCABULARY,)) + truncated(tmp_path, kind))
-    decoder = Decoder(target(), bare(HookedDraft(spoil)), vocabulary=VOCABULARY, k=K)
+    decoder = Decoder(target(), bare(HookedDraft(good(), spoil)), vocabulary=VOCABULARY, k=K)
     with caplog.at_level(logging.ERROR):
         decode(decoder, rows_of(3, kind=rows))
     assert after < calls <= after + K and decoder.draft_failures == 1, "it was not asked again"
@@ -152,7 +135,7 @@ def test_an_error_raised_during_verification(
         calls += tokens.shape[1] <= 2
         return logits + truncated(tmp_path, kind) if calls == 6 and tokens.shape[1] <= 2 else logits
 
-    decoder = Decoder(target(), bare(HookedDraft(spoil)), vocabulary=VOCABULARY, k=K)
+    decoder = Decoder(target(), bare(HookedDraft(good(), spoil)), vocabulary=VOCABULARY, k=K)
     progress: list[None] = []
     decoder.runner.on_progress = lambda: progress.append(None)
     decode(decoder, rows_of(3, kind=rows))
@@ -171,7 +154,7 @@ def test_memory_does_for_one_cache_where_all_are_prefilled_again(tmp_path: Path)
 
     rows = rows_of(6)
     with using(CUDA):
-        decoder = Decoder(target(), bare(HookedDraft(spoil)), vocabulary=VOCABULARY, k=K)
+        decoder = Decoder(target(), bare(HookedDraft(good(), spoil)), vocabulary=VOCABULARY, k=K)
         pool = decoder.batch.target.pool
         pool.sized, pages = True, pool.pages
         elsewhere = pool.take(len(pool.free) - 16)
@@ -182,7 +165,7 @@ def test_memory_does_for_one_cache_where_all_are_prefilled_again(tmp_path: Path)
 
 @pytest.mark.own_process
 def test_an_error_of_the_target_is_the_caller_s(tmp_path: Path) -> None:
-    failing = HookedDraft(lambda tokens, logits: logits + truncated(tmp_path, "npy"))
+    failing = HookedDraft(good(), lambda tokens, logits: logits + truncated(tmp_path, "npy"))
     decoder = Decoder(failing, bare(good()), vocabulary=VOCABULARY, k=K)
     decoder.admit(rows_of(1)[0])
     with pytest.raises(RuntimeError, match="Unable to read"):
@@ -211,11 +194,11 @@ def test_every_exception_is_logged_once_with_its_traceback(caplog: pytest.LogCap
     def broken(tokens: mx.array, logits: mx.array) -> mx.array:
         raise ValueError("no such layer")
 
-    decoder = Decoder(target(), bare(HookedDraft(broken)), vocabulary=VOCABULARY, k=K)
+    decoder = Decoder(target(), bare(HookedDraft(good(), broken)), vocabulary=VOCABULARY, k=K)
     with caplog.at_level(logging.ERROR):
         decode(decoder, rows_of(3))
         assert len(caplog.records) == 1 and "no such layer" in caplog.text and "Traceback" in caplog.text
-        decoder.switch(Draft(7, HookedDraft(broken)))
+        decoder.switch(Draft(7, HookedDraft(good(), broken)))
         decode(decoder, rows_of(2))
     assert len(caplog.records) == 2 and "adapter 7" in caplog.records[1].getMessage()
 
@@ -241,7 +224,7 @@ def test_a_row_with_non_finite_draft_logits_continues_without_drafts(
         first = (mx.arange(tokens.shape[0]) == 0)[:, None, None]
         return mx.where(first, float("nan"), logits) if steps == 2 * K + 2 else logits
 
-    decoder = Decoder(target(), bare(HookedDraft(spoil)), vocabulary=VOCABULARY, k=K)
+    decoder = Decoder(target(), bare(HookedDraft(good(), spoil)), vocabulary=VOCABULARY, k=K)
     with caplog.at_level(logging.WARNING):
         decode(decoder, rows)
     assert decoder.draft_failures == 1 and not decoder.batch.failed

@@ -7,12 +7,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from service.core import NonFiniteLogits
 from service.learning.make.distil import Distillation, TextBatch
 from service.learning.make.target_text import ANSWER, FORCED, USER, TargetText, write_text
 from service.models import heads
 from service.models.pair import Loaded, load_model
 from tests.support.model_folders import save_model
 from tests.support.oracle import noisy_copy, tiny_llama
+from tests.support.typed import leaves
 
 END, FIRST = 1, 2
 """Ids of the tiny tokenizer, which has no chat template: turns begin with the beginning-of-text token."""
@@ -52,6 +54,24 @@ def test_user_turns_start_with_the_openings_and_no_turn_exceeds_its_limit(target
 def test_without_openings_nothing_is_forced(target: Loaded) -> None:
     text = write_text(target, rows=4, length=60, seed=3)
     assert all(lead == [] and written_ids[-1] == END for _, lead, written_ids in turns(text))
+
+
+def test_texts_with_logits_that_are_not_finite_are_left_out(target: Loaded) -> None:
+    """The others are what they would have been; where no text is left there is nothing to learn from."""
+    sound = write_text(target, rows=8, length=60, seed=3)
+    counts = [int((sound.tokens == token).any(axis=1).sum()) for token in range(97)]
+    bad = next(token for token in range(3, 97) if 2 <= counts[token] <= 6)
+    embeddings = dict(leaves(target.model.parameters()))["model.embed_tokens.weight"]
+    embeddings[bad] = float("nan")
+    # A token that ends a text spoils nothing any more.
+    clean = ~(sound.tokens[:, :-1] == bad).any(axis=1)
+    found = write_text(target, rows=8, length=60, seed=3)
+    assert 2 <= len(found.tokens) == clean.sum() <= 7
+    assert np.array_equal(found.tokens, sound.tokens[clean]) and np.array_equal(found.role, sound.role[clean])
+    assert np.array_equal(found.temperature, sound.temperature[clean])
+    embeddings[FIRST] = float("nan")
+    with pytest.raises(NonFiniteLogits):
+        write_text(target, rows=8, length=60, seed=3)
 
 
 def probabilities(logits: mx.array) -> np.ndarray:

@@ -223,6 +223,22 @@ class PrefixCache:
         for node in path[first:]:
             node.file = file
 
+    def discard(self, tokens: Sequence[int], salt: str = "") -> None:
+        """Drop what is cached of a failed request's text: the blocks that no other text continues, and all from the first one
+        on whose values are not finite. One host sync for each owner."""
+        for owner in Owner:
+            path = self._match(owner, tokens, salt)
+            sound = _finite(path)
+            if sound < len(path):
+                node = path[sound]
+                assert node.parent is not None
+                node.parent.children.pop(node.tokens)
+                self._drop_all([node])
+            for node in reversed(path[:sound]):
+                if node.children:
+                    break
+                self._drop(node)
+
     def forget(self) -> None:
         """Drop every block of all owners, in memory and in files: texts that begin alike share blocks, and no block says whose
         it is."""
@@ -316,6 +332,18 @@ def _path(node: Node) -> list[Node]:
         path.append(node)
         node = node.parent
     return path[::-1]
+
+
+def _finite(path: Sequence[Node]) -> int:
+    """How many blocks of a path, from its first on, have finite values alone."""
+    if not path:
+        return 0
+    flags = [
+        mx.stack([mx.array(True), *(mx.isfinite(array).all() for array in block.arrays.values())]).all()
+        for block in copies([node.block for node in path])
+    ]
+    (finite,) = device.read(mx.stack(flags))
+    return int(finite.cumprod().sum())
 
 
 def _files(path: Sequence[Node]) -> list[File]:

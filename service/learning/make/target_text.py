@@ -14,6 +14,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from service.core import NonFiniteLogits
+from service.engine.accept import finite_positions
 from service.engine.kv.cache import RowCache
 from service.engine.strategy import PAGE
 from service.models.pair import Loaded
@@ -104,13 +106,18 @@ def write_text(
     user turns begin with, drawn anew for each turn ("": none are forced); with them user turns have lower temperatures, since
     the openings bring variety. turn: tokens after which a turn is ended, so that rows have more turns and fewer loops. between:
     called before every target call.
+
+    Leaves out texts during which the target's logits were not finite: what follows them is junk. Raises NonFiniteLogits where
+    no text is left.
     """
     between()
     writer = _Writer(target, rows, length, seed, greedy, openings, turn or length)
     for at in range(writer.start, length):
         between()
         writer.step(at)
-    return TargetText(writer.tokens, writer.role, writer.temperature)
+    if not writer.finite.any():
+        raise NonFiniteLogits("the target's logits are not finite in any of the texts that it wrote")
+    return TargetText(writer.tokens[writer.finite], writer.role[writer.finite], writer.temperature[writer.finite])
 
 
 class _Writer:
@@ -130,6 +137,8 @@ class _Writer:
         self.key = mx.random.key(seed)
         self.tokens = np.zeros((rows, length), dtype=np.int32)
         self.role = np.zeros((rows, length), dtype=np.uint8)
+        self.finite = np.ones(rows, dtype=np.bool_)
+        """Rows at whose every position the target's logits were finite."""
         self.cache = RowCache(target.model, rows)
         if (pages := self.cache.pages) is not None:
             # All of them now: growing copies what is there, and takes the memory of both.
@@ -175,7 +184,11 @@ class _Writer:
         divisor = mx.array(np.where(temperature > 0, temperature, 1.0)[:, None].astype(np.float32))
         # A categorical draw needs no normalised distribution, which saves two passes over rows x vocabulary.
         sampled = mx.random.categorical(logits / divisor, axis=-1, key=step_key)
-        return np.array(mx.where(sampled_rows, sampled, mx.argmax(logits, axis=-1).astype(sampled.dtype)))
+        drawn = mx.where(sampled_rows, sampled, mx.argmax(logits, axis=-1).astype(sampled.dtype))
+        finite = finite_positions(logits)
+        mx.eval(drawn, finite)
+        self.finite &= np.array(finite)
+        return np.array(drawn)
 
     def _next_turn(self, row: int, *, cut: bool) -> None:
         """cut: the turn was ended at its limit, so that its end token is forced."""
