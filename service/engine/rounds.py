@@ -156,7 +156,7 @@ class Step:
         self.evidence_read = rest[several:]
         if arrays.accepted is None:
             sound = [True] * rows
-            return Outcome(emitted.tolist(), [[]] * rows, sound, target_finite.all(axis=1).tolist(), sound)
+            return Outcome(emitted.tolist(), [[]] * rows, sound, target_finite[:, 0].tolist(), sound)
         accepted, proposed, usable = rest[:3]
         tried: list[int] = np.cumprod(usable, axis=1, dtype=np.int64).sum(axis=1).tolist()
         behind = np.arange(emitted.shape[1]) > accepted[:, None]
