@@ -48,6 +48,7 @@ from service.core.generation import (
 )
 from service.core.interpreter import package_version, python_command
 from service.core.overview import AdapterRecord, DepthCounts, Disagreement, History, Judgement, TrafficPoint
+from service.core.panics import LibraryPanic, panics_as_errors
 from service.core.protocols import (
     AnswerReader,
     Doorkeeper,
@@ -132,6 +133,7 @@ __all__ = [
     "JobHandle",
     "Judgement",
     "Launcher",
+    "LibraryPanic",
     "Memory",
     "ModelError",
     "NotFound",
@@ -174,6 +176,7 @@ __all__ = [
     "Unavailable",
     "Verdict",
     "package_version",
+    "panics_as_errors",
     "python_command",
     "request_id",
 ]

@@ -15,8 +15,9 @@ from mlx_lm.utils import load_tokenizer
 
 from service.core import BadRequest, Grammar, GrammarKind
 from service.models import grammar as grammar_module
-from service.models.grammar import MAX_CHARS, Grammars, TokenConstraint, free_hermes_grammar, hermes_grammar
+from service.models.grammar import MAX_CHARS, Grammars, TokenConstraint, free_hermes_grammar, hermes_grammar, marker
 from service.models.text import TextEncoder
+from service.models.tokens import token_table
 
 MakeModel = Callable[..., Path]
 PERSON = {
@@ -317,13 +318,13 @@ def test_forced_calls_follow_schemas_with_references(encoder: TextEncoder, gramm
     first = '<call>\n{"name": "order", "arguments": {"item": {"n": 3}}}\n</call>'
     second = '<call>\n{"name": "now", "arguments": {}}\n</call>'
     for several, otherwise in ((False, None), (True, None), (True, json_grammar(item))):
-        text = hermes_grammar(tools, '"<call>"', '"</call>"', several=several, otherwise=otherwise)
+        text = hermes_grammar(tools, ['"<call>"'], ['"</call>"'], several=several, otherwise=otherwise)
         constraint = grammars.constraint(lark_grammar(text))
         assert follow(constraint, encoder.encode_text(first)) and follow(constraint, encoder.encode_text(second))
         assert follow(constraint, encoder.encode_text(f"{first}\n{second}")) == several
         assert follow(constraint, encoder.encode_text('{"n": 4}')) == (otherwise is not None)
     with pytest.raises(BadRequest, match="tool_choice"):
-        hermes_grammar(tools, '"<"', '">"', several=True, otherwise=regex_grammar("a"))
+        hermes_grammar(tools, ['"<"'], ['">"'], several=True, otherwise=regex_grammar("a"))
 
 
 @pytest.mark.parametrize("special", [False, True], ids=["a text", "a special token"])
@@ -339,8 +340,8 @@ def test_arguments_of_strict_tools_are_valid_wherever_a_call_begins(make_model: 
         "additionalProperties": False,
     }
     tools = [{"function": {"name": tool, "parameters": number}} for tool in ("strict", "loose")]
-    markers = ("<call>", "</call>") if special else ('"<call>"', '"</call>"')
-    text = free_hermes_grammar(tools, *markers, {"strict"})
+    start, end = (marker(text, token_table(tokenizer)) for text in ("<call>", "</call>"))
+    text = free_hermes_grammar(tools, "<call>", start, end, {"strict"})
     constraint = Grammars(tokenizer, encoder.vocabulary, tokenizer.eos_token_ids).constraint(lark_grammar(text))
 
     def call(tool: str, arguments: str) -> str:
