@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from service.core.errors import RedraftError
@@ -16,15 +16,15 @@ class LibraryPanic(RedraftError):
 
 
 @contextmanager
-def panics_as_errors() -> Iterator[None]:
+def panics_as_errors() -> Generator[None]:
     """Raises LibraryPanic in place of a panic.
 
     PanicException derives from BaseException, not from Exception, so ordinary handlers let it pass. Its message may quote a
-    prompt, so the new error leaves it out.
+    prompt, so the new error keeps only its traceback.
     """
     try:
         yield
     except BaseException as error:
         if type(error).__module__ != MODULE:
             raise
-        raise LibraryPanic("a Rust library panicked") from None
+        raise LibraryPanic("a Rust library panicked").with_traceback(error.__traceback__) from None

@@ -41,8 +41,11 @@ class TokenTable:
         for piece, id in vocabulary.items():
             self.bytes[id] = piece.encode() if id in added else _bytes(piece, letters)
         decoder = cast("Mapping[int, AddedToken]", tokenizer.added_tokens_decoder)
+        markers = {tokenizer.tool_call_start, tokenizer.tool_call_end, tokenizer.think_start, tokenizer.think_end}
         self.special: dict[str, int] = {
-            token.content: id for id, token in decoder.items() if token.special or NAMED.fullmatch(token.content)
+            token.content: id
+            for id, token in decoder.items()
+            if token.special or token.content in markers or NAMED.fullmatch(token.content)
         }
         """The tokens that are no text in a grammar, by their names. A grammar allows them only where it names them."""
 

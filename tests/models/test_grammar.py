@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 from mlx_lm.utils import load_tokenizer
 
-from service.core import BadRequest, Grammar, GrammarKind
+from service.core import BadRequest, Grammar, GrammarKind, LibraryPanic
 from service.models import grammar as grammar_module
 from service.models.grammar import MAX_CHARS, Grammars, TokenConstraint, free_hermes_grammar, hermes_grammar, marker
 from service.models.text import TextEncoder
 from service.models.tokens import token_table
+from tests.support.panicking import panic, panicking_tokenizer
 
 MakeModel = Callable[..., Path]
 PERSON = {
@@ -369,3 +370,23 @@ def test_arguments_of_strict_tools_are_valid_wherever_a_call_begins(make_model: 
         assert not follow(constraint, encoder.encode_text(answer)), answer
     cut = encoder.encode_text(good)[:-1]
     assert b"</s>" not in allowed(constraint.masks(cut)[-1], encoder), "not within a call"
+
+
+def test_forced_text_that_makes_the_tokenizer_panic_is_not_proposed(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's thread asks for it."""
+    constraint = grammars.constraint(choice_grammar(["abcdef"]))
+    assert constraint.forced(9)
+    monkeypatch.setattr(constraint, "_tokenizer", panicking_tokenizer())
+    assert constraint.forced(9) == []
+    assert any(constraint.masks(())[0])
+
+
+def test_a_panic_while_a_grammar_compiles_is_an_error(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_(*given: Any) -> None:
+        panic()
+
+    monkeypatch.setattr(grammar_module, "_compile", compile_)
+    with pytest.raises(LibraryPanic):
+        grammars.constraint(choice_grammar(["never compiled before"]))

@@ -15,6 +15,7 @@ from tokenizers.models import BPE
 from service.core import BadRequest, Grammar, GrammarKind
 from service.models.text import TextEncoder
 from service.models.tokens import TableDetokenizer, streaming_detokenizer, token_table
+from tests.support.qwen import write_tokenizer
 
 GAP = 9
 """Ids without a token, between the bytes and the words."""
@@ -119,6 +120,25 @@ def test_gaps_are_in_no_text_of_a_grammar(tmp_path: Path) -> None:
     constraint = gaps.constraint(Grammar(GrammarKind.REGEX, "(.|\\n)*", "f"), None)
     mask = constraint.masks(())[0]
     assert not [id for id in range(400) if mask[id >> 3] >> (id & 7) & 1 and not gaps.token_bytes(id)]
+
+
+def test_a_grammar_may_name_any_id_of_the_logits(tmp_path: Path) -> None:
+    wide = encoder(tmp_path, "byte-level", 400)
+    constraint = wide.constraint(Grammar(GrammarKind.LARK, "start: <[399]> <[260]>", "f"), None)
+    assert len(constraint.masks([399, 260])) == 3
+    with pytest.raises(BadRequest, match="cannot be compiled"):
+        wide.constraint(Grammar(GrammarKind.LARK, "start: <[400]>", "f"), None)
+
+
+def test_forced_text_is_of_the_tokens_that_a_model_would_write(tmp_path: Path) -> None:
+    """Merged ones, in which an added token is letters: a rule of its own text must not say its id."""
+    write_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    grammar = Grammar(GrammarKind.CHOICE, '["Paris <tool_call> weather<|im_end|>!"]', "f")
+    tokens = TextEncoder(tokenizer).constraint(grammar, None).forced(99)
+    merged = [id for part in ("Paris", " <", "tool") for id in tokenizer.encode(part, add_special_tokens=False)]
+    assert tokens[: len(merged)] == merged
+    assert len(tokens) < len("Paris <tool_call> weather<|im_end|>!")
 
 
 def test_added_tokens_are_special_by_flag_or_by_shape(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
 from tests.support.oracle import tiny_llama
-from tests.support.typed import leaves
+from tests.support.typed import as_float, leaves
 
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -177,7 +177,7 @@ def _learn(model: Model, texts: Sequence[tuple[list[int], int]], steps: int) -> 
         value, gradients = step(model)
         optimiser.update(model, gradients)
         mx.eval(model.parameters(), optimiser.state, value)
-    return float(value.item())
+    return as_float(value)
 
 
 def _save(model: Model, folder: Path, eos: int) -> None:
