@@ -131,14 +131,15 @@ def test_a_grammar_may_name_any_id_of_the_logits(tmp_path: Path) -> None:
 
 
 def test_forced_text_is_of_the_tokens_that_a_model_would_write(tmp_path: Path) -> None:
-    """Merged ones, in which an added token is letters: a rule of its own text must not say its id."""
+    """Merged as the tokenizer merges, also beside the letters of special tokens; the longest token at each place is another."""
     write_tokenizer(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
-    grammar = Grammar(GrammarKind.CHOICE, '["Paris <tool_call> weather<|im_end|>!"]', "f")
+    grammar = Grammar(GrammarKind.CHOICE, '["atyp <tool_call><|im_end|>!"]', "f")
     tokens = TextEncoder(tokenizer).constraint(grammar, None).forced(99)
-    merged = [id for part in ("Paris", " <", "tool") for id in tokenizer.encode(part, add_special_tokens=False)]
+    merged = tokenizer.encode("atyp", add_special_tokens=False)
+    starts = [piece for piece in token_table(tokenizer).bytes if piece and b"atyp".startswith(piece)]
+    assert token_table(tokenizer)[merged[0]] != max(starts, key=len)
     assert tokens[: len(merged)] == merged
-    assert len(tokens) < len("Paris <tool_call> weather<|im_end|>!")
 
 
 def test_added_tokens_are_special_by_flag_or_by_shape(tmp_path: Path) -> None:
