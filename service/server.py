@@ -48,7 +48,8 @@ from service.models.generation_config import sampling_defaults
 from service.models.machine import backend, machine_kind
 from service.models.memory import device_free_bytes
 from service.models.pair import Pair, load_pair
-from service.models.text import TextEncoder, bytes_per_token, streaming_detokenizer
+from service.models.text import TextEncoder, bytes_per_token
+from service.models.tokens import streaming_detokenizer
 from service.settings import Settings
 from service.store.access.key_ring import REFRESH_SECONDS, KeyRing
 from service.store.permissions import make_private, private_folder

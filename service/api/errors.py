@@ -29,6 +29,7 @@ from service.core import (
     Overloaded,
     RedraftError,
     Unavailable,
+    panics_as_errors,
 )
 from service.logs import FIELDS
 from service.metrics import Metrics
@@ -266,7 +267,8 @@ class ErrorBoundary:
             await send(message)
 
         try:
-            await self._app(scope, receive, watched)
+            with panics_as_errors():
+                await self._app(scope, receive, watched)
         except ClientDisconnect:
             return
         except Exception as error:

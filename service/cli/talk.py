@@ -33,7 +33,8 @@ def _load(config: Config, target: str | None, draft: str | None, k: int | None) 
     from service.engine.request import Request, TextStream
     from service.models.memory import device_free_bytes
     from service.models.pair import load_pair
-    from service.models.text import TextEncoder, streaming_detokenizer
+    from service.models.text import TextEncoder
+    from service.models.tokens import streaming_detokenizer
     from service.store.stores import open_stores
 
     settings = settings_from(config, models__target=target, models__draft=draft, engine__num_draft_tokens=k)

@@ -49,6 +49,7 @@ from service.core.generation import (
 )
 from service.core.interpreter import package_version, python_command
 from service.core.overview import AdapterRecord, DepthCounts, Disagreement, History, Judgement, TrafficPoint
+from service.core.panics import LibraryPanic, panics_as_errors
 from service.core.protocols import (
     AnswerReader,
     Doorkeeper,
@@ -133,6 +134,7 @@ __all__ = [
     "JobHandle",
     "Judgement",
     "Launcher",
+    "LibraryPanic",
     "Memory",
     "ModelError",
     "NonFiniteLogits",
@@ -176,6 +178,7 @@ __all__ = [
     "Unavailable",
     "Verdict",
     "package_version",
+    "panics_as_errors",
     "python_command",
     "request_id",
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Protocol
@@ -38,7 +37,7 @@ PADDING_TEXT = (0,) * (PADDING_LENGTH + 1)
 
 
 class Detokenizer(Protocol):
-    """mlx-lm's streaming detokenizer."""
+    """A streaming detokenizer (models.tokens)."""
 
     @property
     def text(self) -> str:
@@ -68,9 +67,7 @@ class TextStream:
 
     def add(self, token: int) -> bool:
         """Append a token. Returns True when a stop string is complete; it and what follows are not part of the text."""
-        # An id of the padding behind the vocabulary, or of a hole in it, has no text.
-        with suppress(IndexError, TypeError):
-            self.detokenizer.add_token(token)
+        self.detokenizer.add_token(token)
         return self._stopped()
 
     def finish(self) -> bool:
@@ -78,9 +75,7 @@ class TextStream:
         detokenizer held back."""
         self.finished = True
         if self.end is None:
-            # Incomplete bytes among which a token without bytes came.
-            with suppress(KeyError):
-                self.detokenizer.finalize()
+            self.detokenizer.finalize()
         return self._stopped()
 
     def _stopped(self) -> bool:

@@ -28,6 +28,7 @@ from service.core import (
     Sink,
     Staged,
     Unavailable,
+    panics_as_errors,
 )
 from service.engine import device
 from service.engine.adapters import Draft
@@ -314,7 +315,8 @@ class EngineThread:
             self._engine = self._build()
             self._engine.decoder.runner.on_progress = self._watchdog.beat
             while not self._stopping and self._watchdog.dead is None:
-                self._turn(self._engine)
+                with panics_as_errors():
+                    self._turn(self._engine)
             if self._draining and self._watchdog.dead is None:
                 end = time.monotonic() + SAVE_SECONDS
                 while self._engine.decoder.prefixes.save() and time.monotonic() < end:

@@ -11,7 +11,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from service.core import AnswerGrammar, BadRequest, Constraint, Generation
+from service.core import AnswerGrammar, Constraint, Generation, RedraftError
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def answer_masks(generations: Iterable[Generation], grammars: Callable[[], Compi
             continue
         try:
             masks = grammars().of_answer(generation.grammar).masks(generation.output)[: len(generation.output)]
-        except BadRequest as error:
+        except RedraftError as error:
             log.warning("generation %s: its grammar no longer compiles: %s", generation.id, error)
             continue
         allowed = (mask[token >> 3] >> (token & 7) & 1 for mask, token in zip(masks, generation.output, strict=False))

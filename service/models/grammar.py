@@ -6,7 +6,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from enum import Enum
@@ -14,11 +14,12 @@ from typing import Any, cast
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
-from llguidance.hf import from_tokenizer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from service.core import AnswerGrammar, BadRequest, Grammar, GrammarKind
+from service.core import AnswerGrammar, BadRequest, Grammar, GrammarKind, LibraryPanic, panics_as_errors
+from service.models.tokens import TokenTable, steps, token_table
 
 MAX_CHARS = 2**17
 """Characters of a grammar or schema."""
@@ -43,6 +44,8 @@ STACK_BYTES = 2**28
 COMPILE_SECONDS, COMPILING = 10.0, 2
 """How long a grammar may take to compile, and how many do at a time. What takes longer goes on where nobody waits for it, since
 nothing can stop it."""
+BYTE_DECODERS = {"ByteLevel", "ByteFallback"}
+"""Decoders of vocabularies whose tokens are bytes: texts of their tokens can be joined."""
 JSON_STYLE: dict[str, Any] = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 """JSON as `json.dumps` writes it: what no choice is left to can be proposed without a draft."""
 
@@ -64,12 +67,27 @@ def compiled_text(grammar: Grammar) -> str:
         raise BadRequest(f"it cannot be compiled: {error}", field=grammar.field) from error
 
 
+def marker(text: str, table: TokenTable) -> list[str]:
+    """A marker as Lark takes it: its special tokens by id, the text between them as strings.
+
+    Ids and not names, since a name that Lark takes has to look like `<name>`: Mistral's `[TOOL_CALLS]` does not.
+    """
+    names = "|".join(re.escape(name) for name in sorted(table.special, key=len, reverse=True))
+    parts = re.split(f"({names})", text) if names else [text]
+    return [f"<[{table.special[part]}]>" if part in table.special else json.dumps(part) for part in parts if part]
+
+
 def hermes_grammar(
-    tools: Sequence[Mapping[str, Any]], start: str, end: str, *, several: bool, otherwise: Grammar | None = None
+    tools: Sequence[Mapping[str, Any]],
+    start: Sequence[str],
+    end: Sequence[str],
+    *,
+    several: bool,
+    otherwise: Grammar | None = None,
 ) -> str:
-    """Lark of one call or several in the format of mlx-lm's json_tools: a JSON object of name and arguments between markers,
-    which are written as Lark takes them; or of JSON under the schema of `otherwise`. Raises BadRequest for another format."""
-    rules = [f"call: {start} body", *_call_bodies(tools, end)]
+    """Lark of one call or several in the format of mlx-lm's json_tools: a JSON object of name and arguments between markers; or
+    of JSON under the schema of `otherwise`. start, end: the markers (`marker`). Raises BadRequest for another format."""
+    rules = [f"call: {' '.join(start)} body", *_call_bodies(tools, end)]
     calls = 'call ("\\n" call)*' if several else "call"
     if otherwise is None:
         return "\n".join([f"start: {calls}", *rules])
@@ -79,22 +97,26 @@ def hermes_grammar(
     return "\n".join([f"start: {calls} | answer", *rules, f"answer: %json {json.dumps(schema)}"])
 
 
-def free_hermes_grammar(tools: Sequence[Mapping[str, Any]], start: str, end: str, strict: Collection[str]) -> str:
-    """Lark of any text with such calls in it. strict: names of tools whose arguments are valid; those of others are objects."""
+def free_hermes_grammar(
+    tools: Sequence[Mapping[str, Any]], name: str, start: Sequence[str], end: Sequence[str], strict: Collection[str]
+) -> str:
+    """Lark of any text with such calls in it. name: the text of the marker before a call. strict: names of tools whose
+    arguments are valid; those of others are objects."""
     bound = [
         tool if tool["function"]["name"] in strict else {"function": {"name": tool["function"]["name"]}}
         for tool in tools
     ]
-    # A special token is no text. Another marker ends the text before it as soon as it is there.
-    opening = ["call: opened body", f"opened[lazy]: TEXT {start}"]
-    if not start.startswith('"'):
-        opening = [f"call: TEXT {start} body"]
-    return "\n".join(["start: call* TEXT", "TEXT: /(.|\\n)*/", *opening, *_call_bodies(bound, end)])
+    # What reads the answer finds the marker in its text, so a call also begins where ordinary tokens spell the marker out. The
+    # lazy rule ends the text as soon as the marker is complete. A special token is no text: TEXT ends before it.
+    spelled = json.dumps(name)
+    opened = ["spelled"] if list(start) == [spelled] else ["spelled", f"TEXT {' '.join(start)}"]
+    rules = [f"call: ({' | '.join(opened)}) body", f"spelled[lazy]: TEXT {spelled}"]
+    return "\n".join(["start: call* TEXT", "TEXT: /(.|\\n)*/", *rules, *_call_bodies(bound, end)])
 
 
-def _call_bodies(tools: Sequence[Mapping[str, Any]], end: str) -> list[str]:
+def _call_bodies(tools: Sequence[Mapping[str, Any]], end: Sequence[str]) -> list[str]:
     """Rules for what stands behind a call's marker. Each schema is a document of its own, whose references hold."""
-    rules = [f'body: "\\n" ({" | ".join(f"call_{i}" for i in range(len(tools)))}) "\\n" {end}']
+    rules = [f'body: "\\n" ({" | ".join(f"call_{i}" for i in range(len(tools)))}) "\\n" {" ".join(end)}']
     for i, tool in enumerate(tools):
         function = tool["function"]
         schema = {**(function.get("parameters") or {"type": "object"}), "x-guidance": JSON_STYLE}
@@ -155,7 +177,8 @@ class Grammars:
 
         def work() -> None:
             try:
-                made.set_result(_compile(tokenizer, grammar, field))
+                with panics_as_errors():
+                    made.set_result(_compile(tokenizer, grammar, field))
             except BaseException as error:  # noqa: BLE001  (whoever waits gets it)
                 made.set_exception(error)
             finally:
@@ -177,12 +200,53 @@ class Grammars:
 
     def _make_tokenizer(self, field: str) -> LLTokenizer:
         inner = getattr(self._source, "_tokenizer", None)
-        if not isinstance(inner, PreTrainedTokenizerFast) or not self._eos:
-            raise BadRequest("this model's tokenizer has no form that grammars can use", field=field)
-        try:
-            return from_tokenizer(inner, n_vocab=max(self._vocabulary, len(inner)), eos_token=sorted(self._eos))
-        except ValueError as error:
-            raise BadRequest("this model's tokenizer has no form that grammars can use", field=field) from error
+        if isinstance(inner, PreTrainedTokenizerFast) and self._eos:
+            parts: dict[str, Any] = json.loads(inner.backend_tokenizer.to_str())
+            if any(step["type"] in BYTE_DECODERS for step in steps(parts["decoder"])):
+                with panics_as_errors():
+                    tokens = _GrammarTokens(token_table(self._source), parts, self._vocabulary, sorted(self._eos))
+                    tokenizer = LLTokenizer(cast("Any", tokens), eos_token=tokens.eos)
+                tokens.greedy = tokenizer.greedy_tokenize
+                return tokenizer
+        raise BadRequest("this model's tokenizer has no form that grammars can use", field=field)
+
+
+class _GrammarTokens:
+    """The vocabulary as llguidance takes it: the interface of its own TokenizerWrapper.
+
+    llguidance can read tokenizer.json itself, but it panics where ids have gaps, and its text may contain special tokens: it
+    forces the token `<tool_call>` where a grammar wants these letters, and then refuses it.
+    """
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, table: TokenTable, parts: dict[str, Any], vocabulary: int, eos: list[int]) -> None:
+        """parts: tokenizer.json, which is changed. vocabulary: width of the target's logits."""
+        # Ids without a token have no bytes, which no text of a grammar matches.
+        self.tokens = [*table.bytes, *[b""] * (vocabulary - len(table))]
+        self.special_token_ids = sorted(table.special.values())
+        self.eos, self.eos_token_id = eos, eos[0]
+        for token in parts["added_tokens"]:
+            token["special"] = token["content"] in table.special
+        # Forced text has to become tokens of exactly its bytes: nothing is added to it or composed.
+        replaced = [step for step in steps(parts["normalizer"]) if step["type"] == "Replace"]
+        parts["normalizer"] = {"type": "Sequence", "normalizers": replaced} if replaced else None
+        for step in steps(parts["pre_tokenizer"]):
+            step |= {"add_prefix_space": False} if "add_prefix_space" in step else {}
+            step |= {"prepend_scheme": "never"} if "prepend_scheme" in step else {}
+        parts["truncation"] = parts["padding"] = parts["post_processor"] = None
+        self._tokenizer = Tokenizer.from_str(json.dumps(parts))
+        self._tokenizer.encode_special_tokens = True
+        self._special = frozenset(self.special_token_ids)
+        self.greedy: Callable[[str], list[int]] | None = None
+        """llguidance's own tokenisation, by the longest token at each place; None while its tokenizer is built."""
+
+    def __call__(self, text: str) -> list[int]:
+        """Token ids of exactly this text, in which special tokens are letters like others."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        exact = b"".join(self.tokens[id] for id in ids) == text.encode() and self._special.isdisjoint(ids)
+        return ids if exact or self.greedy is None else self.greedy(text)
 
 
 _starting = threading.Lock()
@@ -313,7 +377,12 @@ class TokenConstraint:
         """See core.Constraint."""
         if self._phase is not _Phase.GRAMMAR or self._matcher.is_stopped():
             return []
-        tokens, _ = self._tokenizer.tokenize_partial(self._matcher.compute_ff_bytes())
+        try:
+            with panics_as_errors():
+                tokens, _ = self._tokenizer.tokenize_partial(self._matcher.compute_ff_bytes())
+        except LibraryPanic:
+            # What is forced is only proposed, and the engine's thread must go on.
+            return []
         return tokens[:most]
 
     def _mask(self) -> bytes:

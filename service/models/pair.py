@@ -85,7 +85,7 @@ def _unread(folder: Path) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
             tokenizer = load_tokenizer(folder, eos_token_ids=config.get("eos_token_id"))
         else:
             model, tokenizer, config = load(str(folder), lazy=True, return_config=True)  # pyright: ignore[reportAssignmentType]
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise ModelError(f"{folder} cannot be loaded by mlx-lm: {error}") from error
     if mx.default_device().type == mx.cpu:
         model.set_dtype(mx.float32)

@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from threading import Lock
 from typing import Any, cast
 
 from jinja2 import TemplateError
 from mlx_lm.generate import make_text_state_machine
-from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, StreamingDetokenizer, TokenizerWrapper
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
 from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerBase
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from service.core import BadRequest, Constraint, Grammar, GrammarKind
 from service.models.answer import AnswerReader
-from service.models.grammar import Grammars, free_hermes_grammar, hermes_grammar
+from service.models.grammar import Grammars, free_hermes_grammar, hermes_grammar, marker
+from service.models.tokens import steps, token_table
 
 LOSSLESS_STEPS = {"ByteLevel", "Digits", "Metaspace", "NFC", "Prepend", "Replace", "Split"}
 """Normalizers and pre-tokenizers (types of the tokenizers library) that drop no text. NFC may shorten it."""
 OWN_ARGUMENTS = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"}
 """Arguments of apply_chat_template itself, which are not a request's to set."""
-BYTE_FALLBACK = re.compile("<0x[0-9A-Fa-f]{2}>")
-"""How SentencePiece vocabularies write a single byte."""
 MANY_OPTIONS = 64
 NFC_SHRINKS = 3
 """NFC shortens UTF-8 at most by this factor (three Hangul letters of 3 bytes become one syllable of 3)."""
@@ -43,9 +40,9 @@ def bytes_per_token(tokenizer: TokenizerWrapper) -> int | None:
         return None
     parts: dict[str, Any] = json.loads(backend.to_str())
     model, added = parts["model"], parts["added_tokens"]
-    steps = [*_steps(parts["normalizer"]), *_steps(parts["pre_tokenizer"])]
-    kinds = {step["type"] for step in steps}
-    if model["type"] != "BPE" or not kinds <= LOSSLESS_STEPS or any(_drops(step) for step in steps):
+    found = [*steps(parts["normalizer"]), *steps(parts["pre_tokenizer"])]
+    kinds = {step["type"] for step in found}
+    if model["type"] != "BPE" or not kinds <= LOSSLESS_STEPS or any(_drops(step) for step in found):
         return None
     if any(token["lstrip"] or token["rstrip"] for token in added):
         return None
@@ -63,27 +60,10 @@ def bytes_per_token(tokenizer: TokenizerWrapper) -> int | None:
     return longest * NFC_SHRINKS if "NFC" in kinds else longest
 
 
-def _steps(step: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    if step is None:
-        return
-    if step["type"] != "Sequence":
-        yield step
-    for part in step.get("normalizers", step.get("pretokenizers", step.get("decoders", ()))):
-        yield from _steps(part)
-
-
 def _drops(step: dict[str, Any]) -> bool:
     if step["type"] == "Replace":
         return (step["pattern"], step["content"]) != ({"String": " "}, "\u2581")
     return step["type"] == "Split" and step["behavior"] == "Removed"
-
-
-def _is_byte_level(tokenizer: TokenizerWrapper) -> bool:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return False
-    parts: dict[str, Any] = json.loads(backend.to_str())
-    return any(step["type"] == "ByteLevel" for name in ("pre_tokenizer", "decoder") for step in _steps(parts[name]))
 
 
 class Reasoning(Enum):
@@ -106,18 +86,11 @@ class _WithoutTools:
         return getattr(self._tokenizer, name)
 
 
-def streaming_detokenizer(tokenizer: TokenizerWrapper) -> StreamingDetokenizer:
-    """mlx-lm's, but that of a byte-level tokenizer leaves no first space out: an answer to plain text goes on from it."""
-    made = tokenizer.detokenizer
-    if isinstance(made, BPEStreamingDetokenizer):
-        setattr(made, "_maybe_trim_space", str)  # noqa: B010  (which returns the text as it is)
-    return made
-
-
 class TextEncoder:
     """core.Encoder over an mlx-lm tokenizer. Makes no MLX calls. Thread-safe: the tokenizer encodes under a lock.
 
-    vocabulary: width of the target's logits, if it is known. eos: tokens that end an answer; None: the tokenizer's own.
+    vocabulary: width of the target's logits; None: the tokenizer's largest id plus one. eos: tokens that end an answer;
+    None: the tokenizer's own.
     """
 
     def __init__(
@@ -125,16 +98,12 @@ class TextEncoder:
     ) -> None:
         self._tokenizer = tokenizer
         self._lock = Lock()
-        self.vocabulary = len(tokenizer)
+        self._table = token_table(tokenizer)
+        self.vocabulary = vocabulary or len(self._table)
         ends = tokenizer.eos_token_ids if eos is None else eos
         self._generation_prompts: dict[str, list[int]] = {}
         """By the template's options."""
-        self._grammars = Grammars(tokenizer, vocabulary or self.vocabulary, ends)
-        self._added = frozenset(tokenizer.get_added_vocab().values())
-        self._bytes: dict[str, int] = {}
-        """What each character of a byte-level vocabulary stands for; empty for other vocabularies."""
-        if _is_byte_level(tokenizer):
-            self._bytes = {character: byte for byte, character in bytes_to_unicode().items()}
+        self._grammars = Grammars(tokenizer, self.vocabulary, ends)
         self._states = make_text_state_machine(tokenizer)
         self._states_without_tools = make_text_state_machine(_WithoutTools(tokenizer))
 
@@ -184,19 +153,9 @@ class TextEncoder:
             return tuple(cast("list[int]", self._tokenizer.encode(text)))
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that a token stands for: not always whole characters."""
-        # Without the lock, which a long prompt holds: the API's event loop asks. Nothing of the tokenizer changes by it.
-        piece = cast("str | None", self._tokenizer.convert_ids_to_tokens(token))
-        if piece is None:
-            # Logits may be wider than the vocabulary.
-            return b""
-        if token in self._added:
-            return piece.encode()
-        if BYTE_FALLBACK.fullmatch(piece):
-            return bytes([int(piece[3:5], 16)])
-        if all(character in self._bytes for character in piece):
-            return bytes(self._bytes[character] for character in piece)
-        return piece.replace("\u2581", " ").encode()
+        """The bytes that a token stands for: not always whole characters, and none for an id without a token."""
+        # Without the lock, which a long prompt holds: the API's event loop calls this.
+        return self._table[token]
 
     def answer_reader(self, tools: Sequence[Mapping[str, object]], options: Mapping[str, object]) -> AnswerReader:
         """See core.Encoder."""
@@ -226,26 +185,26 @@ class TextEncoder:
 
     def free_call_grammar(self, tools: Sequence[Mapping[str, object]], strict: Collection[str]) -> Grammar:
         """See core.Encoder."""
-        return Grammar(GrammarKind.LARK, free_hermes_grammar(tools, *self._markers(), strict), "tools")
+        start, end = self._markers()
+        text = free_hermes_grammar(tools, self._tokenizer.tool_call_start or "", start, end, strict)
+        return Grammar(GrammarKind.LARK, text, "tools")
 
     @property
     def binds_calls(self) -> bool:
         """See core.Encoder."""
         return self._tokenizer.has_tool_calling and self._tokenizer.tool_parser is json_tools.parse_tool_call
 
-    def _markers(self) -> tuple[str, str]:
-        """The texts around a call, as Lark takes them."""
+    def _markers(self) -> tuple[list[str], list[str]]:
+        """The markers before and behind a call, as Lark takes them."""
         tokenizer = self._tokenizer
         if not tokenizer.has_tool_calling:
             raise BadRequest("this model was not trained to call tools: its chat template has none", field="tools")
         if not self.binds_calls:
             raise BadRequest("this model's format for calls has no grammar here", field="tool_choice")
-        return self._marker(tokenizer.tool_call_start), self._marker(tokenizer.tool_call_end)
-
-    def _marker(self, text: str | None) -> str:
-        """A marker as Lark takes it: a special token by its name, else a text."""
-        assert text is not None
-        return text if text in self._tokenizer.all_special_tokens else json.dumps(text)
+        start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
+        assert start is not None
+        assert end is not None
+        return marker(start, self._table), marker(end, self._table)
 
     def _reasoning(self, options: Mapping[str, object]) -> Reasoning:
         """What the chat template says of reasoning where the assistant's turn begins."""

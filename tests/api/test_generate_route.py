@@ -15,6 +15,7 @@ import pytest
 from service.core import Sampling
 from service.metrics import CODES
 from tests.support.echo_engine import LIMITS, Codepoints, EchoEngine, EchoServer, FailingEncoder
+from tests.support.panicking import panic
 from tests.support.waiting import until
 
 
@@ -446,3 +447,15 @@ def test_a_prompt_that_cannot_fit_by_its_bytes_is_refused_untokenised(asked: dic
         assert_refused(response, 400, "context_length_exceeded", next(iter(asked)))
         assert "bytes" in response.json()["error"]["message"]
     assert bool(encoder.held) == (status == 200)
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_a_panic_of_a_library_has_the_shape_of_every_error(path: str) -> None:
+    class Panicking(Codepoints):
+        def encode_text(self, text: str) -> tuple[int, ...]:
+            panic(text)
+
+    server = EchoServer(encoder=Panicking())
+    with server.served() as address:
+        assert_refused(httpx.post(f"{address}{path}", json={"prompt": "ab"}), 500, "internal_error", None)
+        assert httpx.get(f"{address}/health/live").status_code == 200

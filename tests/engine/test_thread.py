@@ -56,6 +56,7 @@ from service.learning import lora
 from service.models.fingerprint import folder_sha256
 from tests.support.oracle import filtered_logprobs, forced, naive, noisy_copy, tiny_llama
 from tests.support.pages import cached, taken
+from tests.support.panicking import panic
 from tests.support.typed import layers_of
 
 EOS = frozenset({3})
@@ -911,6 +912,24 @@ def test_a_request_that_cannot_be_handled_still_ends(where: str) -> None:
     with Failing(detokenizer=detokenizer, hang_seconds=2.0) as harness:
         clients = [harness.submit(prompt(seed)) for seed in (1, 2)]
         assert [client.ended.wait(2.0) for client in clients] == [True, True]
+        for client in clients:
+            client.end()
+
+
+def test_a_panic_ends_the_engine_as_any_error_does() -> None:
+    made: list[LetterDetokenizer] = []
+
+    def detokenizer() -> LetterDetokenizer:
+        if made:
+            panic("a secret")
+        made.append(LetterDetokenizer())
+        return made[-1]
+
+    with EngineHarness(detokenizer=detokenizer, hang_seconds=20.0) as harness:
+        clients = [harness.submit(prompt(seed)) for seed in (1, 2)]
+        assert [client.ended.wait(5.0) for client in clients] == [True, True]
+        wait_for(lambda: not harness.thread.status().ready, "health saw it")
+        assert harness.thread.status().reason == "the engine stopped: LibraryPanic: a Rust library panicked"
         for client in clients:
             client.end()
 

@@ -23,7 +23,8 @@ from service.engine.decoder import Decoder
 from service.engine.request import Request
 from service.models import catalog
 from service.models.pair import Loaded, Pair, load_model, load_pair
-from service.models.text import TextEncoder, streaming_detokenizer
+from service.models.text import TextEncoder
+from service.models.tokens import streaming_detokenizer
 from tests.support.oracle import forced
 from tests.support.schemas import complete_answers
 from tests.support.typed import layers_of, load_arrays

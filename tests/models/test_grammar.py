@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 from mlx_lm.utils import load_tokenizer
 
-from service.core import BadRequest, Grammar, GrammarKind
+from service.core import BadRequest, Grammar, GrammarKind, LibraryPanic
 from service.models import grammar as grammar_module
-from service.models.grammar import MAX_CHARS, Grammars, TokenConstraint, free_hermes_grammar, hermes_grammar
+from service.models.grammar import MAX_CHARS, Grammars, TokenConstraint, free_hermes_grammar, hermes_grammar, marker
 from service.models.text import TextEncoder
+from service.models.tokens import token_table
+from tests.support.panicking import panic, panicking_tokenizer
 
 MakeModel = Callable[..., Path]
 PERSON = {
@@ -317,13 +319,13 @@ def test_forced_calls_follow_schemas_with_references(encoder: TextEncoder, gramm
     first = '<call>\n{"name": "order", "arguments": {"item": {"n": 3}}}\n</call>'
     second = '<call>\n{"name": "now", "arguments": {}}\n</call>'
     for several, otherwise in ((False, None), (True, None), (True, json_grammar(item))):
-        text = hermes_grammar(tools, '"<call>"', '"</call>"', several=several, otherwise=otherwise)
+        text = hermes_grammar(tools, ['"<call>"'], ['"</call>"'], several=several, otherwise=otherwise)
         constraint = grammars.constraint(lark_grammar(text))
         assert follow(constraint, encoder.encode_text(first)) and follow(constraint, encoder.encode_text(second))
         assert follow(constraint, encoder.encode_text(f"{first}\n{second}")) == several
         assert follow(constraint, encoder.encode_text('{"n": 4}')) == (otherwise is not None)
     with pytest.raises(BadRequest, match="tool_choice"):
-        hermes_grammar(tools, '"<"', '">"', several=True, otherwise=regex_grammar("a"))
+        hermes_grammar(tools, ['"<"'], ['">"'], several=True, otherwise=regex_grammar("a"))
 
 
 @pytest.mark.parametrize("special", [False, True], ids=["a text", "a special token"])
@@ -339,8 +341,8 @@ def test_arguments_of_strict_tools_are_valid_wherever_a_call_begins(make_model: 
         "additionalProperties": False,
     }
     tools = [{"function": {"name": tool, "parameters": number}} for tool in ("strict", "loose")]
-    markers = ("<call>", "</call>") if special else ('"<call>"', '"</call>"')
-    text = free_hermes_grammar(tools, *markers, {"strict"})
+    start, end = (marker(text, token_table(tokenizer)) for text in ("<call>", "</call>"))
+    text = free_hermes_grammar(tools, "<call>", start, end, {"strict"})
     constraint = Grammars(tokenizer, encoder.vocabulary, tokenizer.eos_token_ids).constraint(lark_grammar(text))
 
     def call(tool: str, arguments: str) -> str:
@@ -368,3 +370,23 @@ def test_arguments_of_strict_tools_are_valid_wherever_a_call_begins(make_model: 
         assert not follow(constraint, encoder.encode_text(answer)), answer
     cut = encoder.encode_text(good)[:-1]
     assert b"</s>" not in allowed(constraint.masks(cut)[-1], encoder), "not within a call"
+
+
+def test_forced_text_that_makes_the_tokenizer_panic_is_not_proposed(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's thread asks for it."""
+    constraint = grammars.constraint(choice_grammar(["abcdef"]))
+    assert constraint.forced(9)
+    monkeypatch.setattr(constraint, "_tokenizer", panicking_tokenizer())
+    assert constraint.forced(9) == []
+    assert any(constraint.masks(())[0])
+
+
+def test_a_panic_while_a_grammar_compiles_is_an_error(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_(*given: Any) -> None:
+        panic()
+
+    monkeypatch.setattr(grammar_module, "_compile", compile_)
+    with pytest.raises(LibraryPanic):
+        grammars.constraint(choice_grammar(["never compiled before"]))

@@ -18,6 +18,8 @@ from mlx_lm.models.cache import (
     QuantizedKVCache,
     RotatingKVCache,
 )
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
 
 from service.core import ModelError, PairError
 from service.models.fingerprint import model_fingerprint, tokenizer_fingerprint
@@ -217,3 +219,15 @@ def test_text_goes_through_the_template_and_the_tokenizer(make_model: MakeModel)
     chat = encoder.encode_chat([{"role": "system", "content": "be kind"}, {"role": "user", "content": "größe"}])
     assert tokenizer.decode(list(chat)) == "<s>system be kind</s><s>user größe</s><s>assistant "
     assert tokenizer.decode(list(encoder.encode_text("12 größe"))) == "12 größe"
+
+
+def test_a_sentencepiece_vocabulary_with_a_gap_is_refused_by_name(make_model: MakeModel) -> None:
+    """mlx-lm reads every id up to the number of tokens, and finds no token at one of them."""
+    folder = make_model("target")
+    vocabulary = {f"<0x{byte:02X}>": byte + 9 for byte in range(256)}
+    tokenizer = Tokenizer(BPE(vocabulary, [], byte_fallback=True))
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(parts)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    with pytest.raises(ModelError, match="cannot be loaded by mlx-lm"):
+        load_model(folder)

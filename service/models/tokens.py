@@ -1,0 +1,136 @@
+"""What token ids stand for: the bytes of every id of a vocabulary, and text from tokens as they come."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+from mlx_lm.tokenizer_utils import (
+    BPEStreamingDetokenizer,
+    SPMStreamingDetokenizer,
+    StreamingDetokenizer,
+    TokenizerWrapper,
+)
+from transformers import AddedToken
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+BYTE_FALLBACK = re.compile("<0x[0-9A-Fa-f]{2}>")
+"""How SentencePiece vocabularies write a single byte."""
+NAMED = re.compile(r"<[^<>\s]+>")
+"""Names of added tokens that grammars treat as special whatever their flag says, which is llguidance's own rule: Qwen's
+`<tool_call>` and `<think>` lack the flag. Runs of spaces, which other vocabularies add, are text."""
+
+
+class TokenTable:
+    """The tokens of a tokenizer by id.
+
+    Ids may have gaps, and a model's logits may be wider than the vocabulary: an id without a token stands for no bytes.
+    """
+
+    def __init__(self, tokenizer: TokenizerWrapper) -> None:
+        vocabulary = cast("Mapping[str, int]", tokenizer.get_vocab())
+        added = frozenset(cast("Mapping[str, int]", tokenizer.get_added_vocab()).values())
+        letters: dict[str, int] = {}
+        if is_byte_level(tokenizer):
+            letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
+        self.bytes: list[bytes] = [b""] * (max(vocabulary.values(), default=-1) + 1)
+        """By id, as many as the largest id plus one."""
+        for piece, id in vocabulary.items():
+            self.bytes[id] = piece.encode() if id in added else _bytes(piece, letters)
+        decoder = cast("Mapping[int, AddedToken]", tokenizer.added_tokens_decoder)
+        markers = {tokenizer.tool_call_start, tokenizer.tool_call_end, tokenizer.think_start, tokenizer.think_end}
+        self.special: dict[str, int] = {
+            token.content: id
+            for id, token in decoder.items()
+            if token.special or token.content in markers or NAMED.fullmatch(token.content)
+        }
+        """The tokens that are no text in a grammar, by their names. A grammar allows them only where it names them."""
+
+    def __len__(self) -> int:
+        return len(self.bytes)
+
+    def __getitem__(self, token: int) -> bytes:
+        """The bytes of a token, not always whole characters."""
+        return self.bytes[token] if token < len(self.bytes) else b""
+
+
+_tables: WeakKeyDictionary[TokenizerWrapper, TokenTable] = WeakKeyDictionary()
+
+
+def token_table(tokenizer: TokenizerWrapper) -> TokenTable:
+    """The tokenizer's table, built on the first call."""
+    if (known := _tables.get(tokenizer)) is None:
+        known = _tables[tokenizer] = TokenTable(tokenizer)
+    return known
+
+
+def steps(step: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """The parts of a normalizer, a pre-tokenizer or a decoder of tokenizer.json, without the sequences around them."""
+    if step is None:
+        return
+    if step["type"] != "Sequence":
+        yield step
+    for part in step.get("normalizers", step.get("pretokenizers", step.get("decoders", ()))):
+        yield from steps(part)
+
+
+def is_byte_level(tokenizer: TokenizerWrapper) -> bool:
+    """Whether the vocabulary writes each byte as one letter, as GPT-2's does."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return False
+    parts: dict[str, Any] = json.loads(backend.to_str())
+    return any(step["type"] == "ByteLevel" for name in ("pre_tokenizer", "decoder") for step in steps(parts[name]))
+
+
+def _bytes(piece: str, letters: Mapping[str, int]) -> bytes:
+    if BYTE_FALLBACK.fullmatch(piece):
+        return bytes([int(piece[3:5], 16)])
+    if all(letter in letters for letter in piece):
+        return bytes(letters[letter] for letter in piece)
+    return piece.replace("\u2581", " ").encode()
+
+
+class TableDetokenizer:
+    """A streaming detokenizer over a token table. trim: drop a space at the beginning of the text."""
+
+    def __init__(self, table: TokenTable, *, trim: bool) -> None:
+        self._table = table
+        self._trim = trim
+        self._pending = b""
+        """Bytes that do not end in a whole character yet."""
+        self.text = ""
+
+    def add_token(self, token: int) -> None:
+        """Append a token. One without bytes adds nothing."""
+        self._pending += self._table[token]
+        text = self._pending.decode("utf-8", "replace")
+        if not text.endswith("\ufffd"):
+            self._append(text)
+
+    def finalize(self) -> None:
+        """Add incomplete characters to `text`, as U+FFFD. No token follows."""
+        self._append(self._pending.decode("utf-8", "replace"))
+
+    def _append(self, text: str) -> None:
+        if self._trim and not self.text:
+            text = text.removeprefix(" ")
+        self.text += text
+        self._pending = b""
+
+
+def streaming_detokenizer(tokenizer: TokenizerWrapper) -> StreamingDetokenizer | TableDetokenizer:
+    """A new detokenizer for one answer.
+
+    mlx-lm's own for byte-level and SentencePiece vocabularies print "!" for an id beyond the vocabulary, or raise, and drop a
+    first space of byte-level text.
+    """
+    made = tokenizer.detokenizer
+    if isinstance(made, BPEStreamingDetokenizer | SPMStreamingDetokenizer):
+        return TableDetokenizer(
+            token_table(tokenizer), trim=isinstance(made, SPMStreamingDetokenizer) and bool(made.trim_space)
+        )
+    return made

@@ -1,0 +1,164 @@
+"""What token ids stand for, where ids have gaps and logits are wider than the vocabulary."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from mlx_lm.tokenizer_utils import StreamingDetokenizer
+from mlx_lm.utils import load_tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+
+from service.core import BadRequest, Grammar, GrammarKind
+from service.models.text import TextEncoder
+from service.models.tokens import TableDetokenizer, streaming_detokenizer, token_table
+from tests.support.qwen import write_tokenizer
+
+GAP = 9
+"""Ids without a token, between the bytes and the words."""
+
+
+def byte_level() -> Tokenizer:
+    """256 bytes, a gap, two words in the model's own vocabulary, and an end token."""
+    vocabulary = {letter: id for id, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocabulary |= {"Hello": 256 + GAP, "\u0120world": 257 + GAP, "<end>": 258 + GAP, "<tag>": 259 + GAP}
+    tokenizer = Tokenizer(BPE(vocabulary, [], ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def sentence_piece() -> Tokenizer:
+    """The same with SentencePiece's decoder. The words come first: mlx-lm loads no such vocabulary with a gap in front."""
+    vocabulary = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
+    vocabulary |= {"\u2581Hello": 257, "\u2581world": 258, "<end>": 259, "<tag>": 260}
+    tokenizer = Tokenizer(BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True, ignore_merges=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(parts)
+    return tokenizer
+
+
+KINDS = {"byte-level": byte_level, "SentencePiece": sentence_piece}
+
+
+def encoder(folder: Path, kind: str, width: int | None = None) -> TextEncoder:
+    tokenizer = KINDS[kind]()
+    tokenizer.add_tokens([AddedToken("<end>", special=True, normalized=False)])
+    tokenizer.add_tokens([AddedToken("<tag>", special=False, normalized=False)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return TextEncoder(load_tokenizer(folder), width)
+
+
+def ids(encoder: TextEncoder, *pieces: str) -> list[int]:
+    return [encoder._tokenizer.convert_tokens_to_ids(piece) for piece in pieces]
+
+
+def detokenizer(encoder: TextEncoder) -> StreamingDetokenizer | TableDetokenizer:
+    return streaming_detokenizer(encoder._tokenizer)
+
+
+def text_of(encoder: TextEncoder, tokens: Sequence[int]) -> str:
+    made = detokenizer(encoder)
+    for token in tokens:
+        made.add_token(token)
+    made.finalize()
+    return made.text
+
+
+def test_real_tokens_beyond_a_gap_have_their_text(tmp_path: Path) -> None:
+    gaps = encoder(tmp_path, "byte-level")
+    assert ids(gaps, "Hello", "\u0120world") == [265, 266]
+    assert text_of(gaps, [265, 266]) == "Hello world"
+    assert gaps.token_bytes(266) == b" world"
+    assert gaps.vocabulary == 269
+    assert encoder(tmp_path, "byte-level", 300).vocabulary == 300
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_without_a_token_have_no_text(tmp_path: Path, kind: str) -> None:
+    """In a gap, and beyond the vocabulary where logits are wider: a model may draw any of them."""
+    wide = encoder(tmp_path, kind, 400)
+    hello, world = ids(wide, *(("Hello", "\u0120world") if kind == "byte-level" else ("\u2581Hello", "\u2581world")))
+    holes = [300, 399, 260] if kind == "byte-level" else [300, 399, 262]
+    assert text_of(wide, [holes[0], hello, holes[1], world, holes[2]]) == "Hello world"
+    assert [wide.token_bytes(hole) for hole in holes] == [b""] * 3
+
+
+def test_incomplete_characters_wait_and_end_as_replacements(tmp_path: Path) -> None:
+    made = detokenizer(encoder(tmp_path, "SentencePiece"))
+    # The bytes of an e with an acute, then the first half of another; a tag's letters between them stay letters.
+    for token, text in ((0xC3 + 1, ""), (0xA9 + 1, "\xe9"), (260, "\xe9<tag>"), (0xC3 + 1, "\xe9<tag>")):
+        made.add_token(token)
+        assert made.text == text
+    made.finalize()
+    assert made.text == "\xe9<tag>\ufffd"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [None, 400])
+def test_grammars_of_a_vocabulary_with_gaps(tmp_path: Path, kind: str, width: int | None) -> None:
+    gaps = encoder(tmp_path, kind, width)
+    constraint = gaps.constraint(Grammar(GrammarKind.REGEX, "(Hello| world|<tag>|\xe9)+", "f"), None)
+    tokens = {id for id in range(gaps.vocabulary) if constraint.masks(())[0][id >> 3] >> (id & 7) & 1}
+    assert {gaps.token_bytes(token) for token in tokens} <= {b"H", b"Hello", b" world", b" ", b"<", b"\xc3", b" Hello"}
+    assert b" world" in {gaps.token_bytes(token) for token in tokens}
+    forced = gaps.constraint(Grammar(GrammarKind.CHOICE, '["Hello world<tag>\xe9e\u0301"]', "f"), None)
+    tokens = forced.forced(99)
+    assert b"".join(map(gaps.token_bytes, tokens)) == "Hello world<tag>\xe9e\u0301".encode()
+    assert len(forced.masks(tokens)) == len(tokens) + 1
+
+
+def test_gaps_are_in_no_text_of_a_grammar(tmp_path: Path) -> None:
+    gaps = encoder(tmp_path, "byte-level", 400)
+    constraint = gaps.constraint(Grammar(GrammarKind.REGEX, "(.|\\n)*", "f"), None)
+    mask = constraint.masks(())[0]
+    assert not [id for id in range(400) if mask[id >> 3] >> (id & 7) & 1 and not gaps.token_bytes(id)]
+
+
+def test_a_grammar_may_name_any_id_of_the_logits(tmp_path: Path) -> None:
+    wide = encoder(tmp_path, "byte-level", 400)
+    constraint = wide.constraint(Grammar(GrammarKind.LARK, "start: <[399]> <[260]>", "f"), None)
+    assert len(constraint.masks([399, 260])) == 3
+    with pytest.raises(BadRequest, match="cannot be compiled"):
+        wide.constraint(Grammar(GrammarKind.LARK, "start: <[400]>", "f"), None)
+
+
+def test_forced_text_is_of_the_tokens_that_a_model_would_write(tmp_path: Path) -> None:
+    """Merged as the tokenizer merges, also beside the letters of special tokens; the longest token at each place is another."""
+    write_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    grammar = Grammar(GrammarKind.CHOICE, '["atyp <tool_call><|im_end|>!"]', "f")
+    tokens = TextEncoder(tokenizer).constraint(grammar, None).forced(99)
+    merged = tokenizer.encode("atyp", add_special_tokens=False)
+    starts = [piece for piece in token_table(tokenizer).bytes if piece and b"atyp".startswith(piece)]
+    assert token_table(tokenizer)[merged[0]] != max(starts, key=len)
+    assert tokens[: len(merged)] == merged
+
+
+def test_added_tokens_are_special_by_flag_or_by_shape(tmp_path: Path) -> None:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE({letter: id for id, letter in enumerate(letters)}, []))
+    tokenizer.add_tokens([AddedToken("<end>", special=True), AddedToken("[CALL]", special=True)])
+    tokenizer.add_tokens([AddedToken("<tag>", special=False), AddedToken("    ", special=False)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    assert sorted(token_table(load_tokenizer(tmp_path)).special) == ["<end>", "<tag>", "[CALL]"]
+
+
+def test_a_vocabulary_without_bytes_has_no_grammar(tmp_path: Path) -> None:
+    tokenizer = byte_level()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_tokens([AddedToken("<end>", special=True)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}'
+    )
+    with pytest.raises(BadRequest, match="no form that grammars can use"):
+        TextEncoder(load_tokenizer(tmp_path)).constraint(Grammar(GrammarKind.REGEX, "a", "f"), None)
