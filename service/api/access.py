@@ -58,8 +58,9 @@ ROUTES: Mapping[tuple[str, str], Access] = {
     ("GET", "/history"): Access.LOCAL,
     ("GET", "/cases"): Access.OPERATOR,
 }
-"""By method and path. LOCAL: what an operator may do that neither shows nor destroys a client's text. A route that is not here
-cannot be served (`check_routes`); a path that no route has asks for a key, so that nobody without one learns which there are."""
+"""By method and path. LOCAL: what an operator may do that neither shows nor destroys a client's text. A route that is not
+here cannot be served (`check_routes`); a path that no route has asks for a key, so that nobody without one learns which there
+are."""
 
 COOKIE = "redraft_session"
 BEARER = re.compile(r"bearer +(\S+)", re.IGNORECASE)
@@ -112,8 +113,8 @@ def still_allowed(connection: HTTPConnection) -> Callable[[], bool]:
 
 class Guard:
     """ASGI middleware in front of every route: who calls, from where, and whether that is enough. 401 without a key that opens
-    anything, 403 with one that does not open this route, for pages of other sites, for hosts that are not this server's, and for
-    requests that a proxy has passed on to a server without keys.
+    anything, 403 with one that does not open this route, for pages of other sites, for hosts that are not this server's, and
+    for requests that a proxy has passed on to a server without keys.
 
     A `Host` that is not this server's is no hindrance for who shows a key in a header: a page whose name was made to resolve to
     this machine does not have it. The cookie counts for requests of our own page alone.
@@ -179,8 +180,8 @@ class Guard:
             raise Unauthorized("this API key opens nothing here" if keys else "this server asks for an API key")
         if keyless:
             raise Forbidden(
-                "this route shows or ends what others have asked: send the token in the file `token` of the server's home folder "
-                "as `Authorization: Bearer TOKEN`, or open the link that `redraft serve` prints",
+                "this route shows or ends what others have asked: send the token in the file `token` of the server's home "
+                "folder as `Authorization: Bearer TOKEN`, or open the link that `redraft serve` prints",
                 field="Authorization",
             )
         raise Forbidden("this route wants an operator's key", field="Authorization")

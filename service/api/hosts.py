@@ -25,11 +25,11 @@ _OTHER_SITES = {"cross-site", "same-site"}
 
 
 _FORWARDING = re.compile(
-    r"via|cdn-loop|(.*-)?forwarded(-.*)?|x-(original|envoy|appengine|azure)-.*|(cf|cloudfront|fastly|fly|tailscale)-.*|(.*-)?"
-    r"(client|connecting|originating|proxy-?user|real|remote|user)-?(ip|addr|address)"
+    r"via|cdn-loop|(.*-)?forwarded(-.*)?|x-(original|envoy|appengine|azure)-.*|(cf|cloudfront|fastly|fly|tailscale)-.*|"
+    r"(.*-)?(client|connecting|originating|proxy-?user|real|remote|user)-?(ip|addr|address)"
 )
-"""Names of headers that proxies add to what they pass on (RFC 9110, RFC 7239, and those of proxies and CDNs). Programs that call
-a server directly send none of them."""
+"""Names of headers that proxies add to what they pass on (RFC 9110, RFC 7239, and those of proxies and CDNs). Programs that
+call a server directly send none of them."""
 
 
 class Authority(NamedTuple):
@@ -110,8 +110,8 @@ class Hosts:
 
 
 def forwarding_header(scope: Scope) -> str | None:
-    """The first header of a request by which it says that a proxy passed it on, whatever its value; None without one. A proxy need
-    not say so: nginx by default, and SSH tunnels, add none."""
+    """The name of the first header that only proxies add, whatever its value; None without one. Not every proxy adds one: nginx
+    does not by default, and neither do SSH tunnels."""
     names = (name.decode("latin-1").lower().replace("_", "-") for name, _ in scope["headers"])
     return next((name for name in names if _FORWARDING.fullmatch(name)), None)
 

@@ -15,8 +15,8 @@ class Access(IntEnum):
     CLIENT = 1
     """May generate text."""
     LOCAL = 2
-    """May also train, switch adapters and read figures, but neither read nor erase recorded texts: what callers without a key have
-    while no key was ever made."""
+    """May also train, switch adapters and read figures, but neither read nor erase recorded texts: what callers without a key
+    have while no key was ever made."""
     OPERATOR = 3
     """May do everything: read and erase recorded texts too."""
 

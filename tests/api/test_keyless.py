@@ -100,11 +100,12 @@ def test_what_each_route_wants(place: Keyless, method: str, path: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "Forwarded", "X-Forwarded", "X-Forwarded-For", "x-forwarded-host", "X-FORWARDED-PROTO", "X-Forwarded-Prefix", "X-Forwarded-Port",
-        "X-Real-IP", "Via", "CF-Connecting-IP", "CF-Ray", "True-Client-IP", "X-Client-IP", "X-Cluster-Client-IP", "X-Original-For",
-        "X-Original-URL", "X-Original-Host", "X-ProxyUser-Ip", "Fastly-Client-IP", "Fly-Client-IP", "X-Azure-ClientIP", "CDN-Loop",
-        "X-Envoy-External-Address", "X-Appengine-User-IP", "Tailscale-User-Login", "X-Originating-IP", "WL-Proxy-Client-IP",
-        "X_Forwarded_For", "Remote-Addr", "X-Remote-Addr",
+        "Forwarded", "X-Forwarded", "X-Forwarded-For", "x-forwarded-host", "X-FORWARDED-PROTO",
+        "X-Forwarded-Prefix", "X-Forwarded-Port", "X-Real-IP", "Via", "CF-Connecting-IP", "CF-Ray",
+        "True-Client-IP", "X-Client-IP", "X-Cluster-Client-IP", "X-Original-For", "X-Original-URL",
+        "X-Original-Host", "X-ProxyUser-Ip", "Fastly-Client-IP", "Fly-Client-IP", "X-Azure-ClientIP", "CDN-Loop",
+        "X-Envoy-External-Address", "X-Appengine-User-IP", "Tailscale-User-Login", "X-Originating-IP",
+        "WL-Proxy-Client-IP", "X_Forwarded_For", "Remote-Addr", "X-Remote-Addr",
     ],
 )  # fmt: skip
 def test_headers_that_proxies_add(place: Keyless, name: str) -> None:
@@ -125,9 +126,10 @@ def raw(address: str, text: str) -> str:
 
 def test_headers_of_clients_are_no_proxy_s(place: Keyless) -> None:
     names = (
-        "User-Agent", "Accept", "Accept-Encoding", "Accept-Language", "Referer", "Content-Type", "DNT", "Priority", "Traceparent",
-        "X-Request-Id", "X-Stainless-Arch", "X-Stainless-Retry-Count", "OpenAI-Organization", "Anthropic-Version", "Anthropic-Beta",
-        "Sec-Fetch-Mode", "Sec-CH-UA", "X-Title", "HTTP-Referer", "X-Amzn-Trace-Id", "Idempotency-Key", "Upgrade-Insecure-Requests",
+        "User-Agent", "Accept", "Accept-Encoding", "Accept-Language", "Referer", "Content-Type", "DNT", "Priority",
+        "Traceparent", "X-Request-Id", "X-Stainless-Arch", "X-Stainless-Retry-Count", "OpenAI-Organization",
+        "Anthropic-Version", "Anthropic-Beta", "Sec-Fetch-Mode", "Sec-CH-UA", "X-Title", "HTTP-Referer",
+        "X-Amzn-Trace-Id", "Idempotency-Key", "Upgrade-Insecure-Requests",
     )  # fmt: skip
     assert place.http.get("/adapters", headers=dict.fromkeys(names, "x")).status_code == 200
 
@@ -138,7 +140,18 @@ def test_no_method_shows_texts(place: Keyless) -> None:
             assert place.http.request(method, path).status_code == 405
             assert place.http.request(method, path, headers=FORWARDED).status_code == 403
     host = urlsplit(place.url).netloc
-    ways = ("/cases/", "//cases", "/%63ases", "/cases%2F", "/Cases", "/./cases", "/x/../cases", "/cases;a", "/cases?", "/cases#")
+    ways = (
+        "/cases/",
+        "//cases",
+        "/%63ases",
+        "/cases%2F",
+        "/Cases",
+        "/./cases",
+        "/x/../cases",
+        "/cases;a",
+        "/cases?",
+        "/cases#",
+    )
     for path in (*ways, f"http://{host}/cases"):
         answer = raw(host, f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n")
         assert answer.split()[1] in {"400", "403", "404"}, path

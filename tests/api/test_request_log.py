@@ -14,8 +14,8 @@ import pytest
 
 from service.core import Failed, RequestStatus, Unavailable
 from tests.support.echo_engine import (
-    OWNED,
     LIMITS,
+    OWNED,
     EchoEngine,
     EchoServer,
     EchoTicket,

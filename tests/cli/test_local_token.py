@@ -48,9 +48,7 @@ def token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return make_token(tmp_path)
 
 
-def test_the_token_is_for_servers_on_this_machine(
-    tmp_path: Path, token: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_token_is_for_servers_on_this_machine(tmp_path: Path, token: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with listener("0.0.0.0") as (port, got):
         for host in ("127.0.0.1", "localhost", "127.0.0.2"):
             call(f"http://{host}:{port}/", "GET", "/cases", home=tmp_path)

@@ -1,5 +1,5 @@
-"""Checks of the page in a real Chromium: `browser.py CHROMIUM REAL ECHO LOCKED KEY TOKEN TOKEN`, the three servers' addresses, a key
-of the third, and the tokens of the first two, which have no key.
+"""Checks of the page in a real Chromium: `browser.py CHROMIUM REAL ECHO LOCKED KEY TOKEN TOKEN`, the three servers' addresses,
+a key of the third, and the tokens of the first two, which have no key.
 
 REAL: a server on a tiny pair with two adapters, the newest active. ECHO: one whose engine repeats its prompt and whose rows are
 hostile. LOCKED: one that asks for a key, KEY is an operator's. Prints `ok NAME` or `failed NAME: why` for every check.
@@ -44,7 +44,8 @@ def fetch(url: str, body: object = None) -> Any:
 
 @contextmanager
 def opened(browser: Browser, address: str, **context: object) -> Generator[Page]:
-    """The page at an address, opened by the link with the token. Fails on errors in its console, and on requests to other hosts."""
+    """The page at an address, opened by the link with the token. Fails on errors in its console, and on requests to other
+    hosts."""
     inside = browser.new_context(**context)
     page = inside.new_page()
     wrong: list[str] = []

@@ -40,7 +40,7 @@ def read_token(home: Path) -> str | None:
 
 
 def make_token(home: Path) -> str:
-    """The token of a home folder; a new one where `read_token` finds none. Servers that start at the same time get the same one.
+    """The token of a home folder; a new one where `read_token` finds none. Servers that start at the same time get the same.
     Raises StoreError where it cannot be written."""
     try:
         private_folder(home)
