@@ -52,6 +52,7 @@ from service.models.text import TextEncoder, bytes_per_token
 from service.models.tokens import streaming_detokenizer
 from service.settings import Settings
 from service.store.access.key_ring import REFRESH_SECONDS, KeyRing
+from service.store.access.local_token import make_token, read_token
 from service.store.permissions import make_private, private_folder
 from service.store.processes.members import Role
 from service.store.registry.overview import PairOverview
@@ -119,6 +120,11 @@ class Application:
         self._queue: RequestMonitor | None = None
         self._requests: RequestMonitor | None = None
         self._feed: Feed | None = None
+
+    @property
+    def token(self) -> str | None:
+        """The token of the home folder, where it opens what was recorded: while there is no API key."""
+        return read_token(self.settings.home) if self._keys.accepts_token else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -192,7 +198,7 @@ class Application:
             log.warning("look-ups find no answers of the log: %s", error)
 
     def _key_ring(self) -> KeyRing:
-        """Raises BadRequest where others could reach the server without a key."""
+        """Raises BadRequest where others could reach the server without a key, StoreError where the token cannot be written."""
         server = self.settings.server
         given = {Access.CLIENT: server.api_key, Access.OPERATOR: server.operator_key}
         own = {access: key.get_secret_value() for access, key in given.items() if key is not None}
@@ -204,6 +210,8 @@ class Application:
                     "`redraft keys create NAME`, or set server.api_key",
                     field="server.host",
                 )
+            if not ring.asks:
+                ring.accept_token(make_token(self.settings.home))
         except BaseException:
             self.learning.close()
             raise
@@ -412,12 +420,12 @@ def _check_certificate(certfile: Path | None, keyfile: Path | None) -> None:
             raise Unavailable(f"server.ssl_certfile {certfile} and server.ssl_keyfile {keyfile}: {error}") from error
 
 
-def run_server(settings: Settings, on_ready: Callable[[str], None]) -> int:
+def run_server(settings: Settings, on_ready: Callable[[str, str | None], None]) -> int:
     """Serve until a signal comes. Returns the exit status: FATAL_EXIT after the engine died. A second signal ends the process
     at once, with status 128 and its number.
 
-    HTTP answers at once, with 503 while the models load; on_ready is called with the URL, on another thread, when they have
-    been loaded. Raises what made serving impossible.
+    HTTP answers at once, with 503 while the models load; on_ready is called on another thread when they have been loaded, with
+    the URL, and the token of the home folder where it opens what was recorded. Raises what made serving impossible.
     """
     # The database, its log, adapters and logs hold what clients wrote: nothing of it is for other users of this machine.
     os.umask(0o077)
@@ -443,7 +451,7 @@ def run_server(settings: Settings, on_ready: Callable[[str], None]) -> int:
             return
         host, port = listener.getsockname()[:2]
         scheme = "http" if settings.server.ssl_certfile is None else "https"
-        on_ready(f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}")
+        on_ready(f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}", application.token)
 
     _check_certificate(settings.server.ssl_certfile, settings.server.ssl_keyfile)
     listener = _listen(settings.server.host, settings.server.port)

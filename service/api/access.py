@@ -1,7 +1,9 @@
 """What every route asks for, and who calls.
 
 A caller shows an API key (`Authorization: Bearer`, or `x-api-key` as Anthropic's clients do), or the page's session cookie. As
-long as a server on a loopback address has never had a key, it asks for none, and everybody who reaches it is its operator.
+long as a server on a loopback address has never had a key, it asks for none. Programs on this machine may then do everything
+but read and erase recorded texts, which takes the token of the home folder, shown like a key; requests that a proxy has passed
+on may do nothing.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from fastapi.routing import APIRoute
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from service.api.errors import GENERATING, Forbidden, Unauthorized, answer
-from service.api.hosts import Hosts
+from service.api.errors import GENERATING, Forbidden, Unauthorized, answer, printable
+from service.api.hosts import Hosts, forwarding_header
 from service.core import Access, Caller, Doorkeeper, NotFound, RedraftError
 from service.metrics import Metrics
 
@@ -38,26 +40,27 @@ ROUTES: Mapping[tuple[str, str], Access] = {
     ("POST", "/v1/messages/count_tokens"): Access.CLIENT,
     ("GET", "/v1/models"): Access.CLIENT,
     ("GET", "/v1/models/{id:path}"): Access.CLIENT,
-    ("GET", "/metrics"): Access.OPERATOR,
-    ("POST", "/train"): Access.OPERATOR,
-    ("GET", "/train/{id}"): Access.OPERATOR,
-    ("GET", "/practice"): Access.OPERATOR,
-    ("PUT", "/practice"): Access.OPERATOR,
-    ("GET", "/runs"): Access.OPERATOR,
-    ("GET", "/runs/{id}"): Access.OPERATOR,
-    ("DELETE", "/runs/{id}"): Access.OPERATOR,
+    ("GET", "/metrics"): Access.LOCAL,
+    ("POST", "/train"): Access.LOCAL,
+    ("GET", "/train/{id}"): Access.LOCAL,
+    ("GET", "/practice"): Access.LOCAL,
+    ("PUT", "/practice"): Access.LOCAL,
+    ("GET", "/runs"): Access.LOCAL,
+    ("GET", "/runs/{id}"): Access.LOCAL,
+    ("DELETE", "/runs/{id}"): Access.LOCAL,
     ("GET", "/requests"): Access.OPERATOR,
     ("DELETE", "/requests/{id}"): Access.OPERATOR,
-    ("GET", "/adapters"): Access.OPERATOR,
-    ("POST", "/adapters/{id}/activate"): Access.OPERATOR,
-    ("POST", "/adapters/rollback"): Access.OPERATOR,
+    ("GET", "/adapters"): Access.LOCAL,
+    ("POST", "/adapters/{id}/activate"): Access.LOCAL,
+    ("POST", "/adapters/rollback"): Access.LOCAL,
     ("DELETE", "/generations"): Access.OPERATOR,
-    ("GET", "/events"): Access.OPERATOR,
-    ("GET", "/history"): Access.OPERATOR,
+    ("GET", "/events"): Access.LOCAL,
+    ("GET", "/history"): Access.LOCAL,
     ("GET", "/cases"): Access.OPERATOR,
 }
-"""By method and path. A route that is not here cannot be served (`check_routes`); a path that no route has asks for a key, so
-that nobody without one learns which there are."""
+"""By method and path. LOCAL: what an operator may do that neither shows nor destroys a client's text. A route that is not
+here cannot be served (`check_routes`); a path that no route has asks for a key, so that nobody without one learns which there
+are."""
 
 COOKIE = "redraft_session"
 BEARER = re.compile(r"bearer +(\S+)", re.IGNORECASE)
@@ -110,7 +113,8 @@ def still_allowed(connection: HTTPConnection) -> Callable[[], bool]:
 
 class Guard:
     """ASGI middleware in front of every route: who calls, from where, and whether that is enough. 401 without a key that opens
-    anything, 403 with one that does not open this route, for pages of other sites, and for hosts that are not this server's.
+    anything, 403 with one that does not open this route, for pages of other sites, for hosts that are not this server's, and
+    for requests that a proxy has passed on to a server without keys.
 
     A `Host` that is not this server's is no hindrance for who shows a key in a header: a page whose name was made to resolve to
     this machine does not have it. The cookie counts for requests of our own page alone.
@@ -150,10 +154,18 @@ class Guard:
 
     def _check(self, scope: Scope) -> Caller:
         """Raises Unauthorized, Forbidden."""
+        wanted = self._policy.access(scope["method"], scope["path"])
+        keyless = self._doorkeeper.without_key.access > Access.PUBLIC
+        # The token opens nothing here either: it is for this machine.
+        if keyless and wanted > Access.PUBLIC and (header := forwarding_header(scope)) is not None:
+            raise Forbidden(
+                "this request came through a proxy, and a server without API keys answers this machine alone: make a key first "
+                "(`redraft keys create NAME`) and send it as `Authorization: Bearer KEY`",
+                field=printable(header),
+            )
         keys = list(_keys(scope))
         if len(set(keys)) > 1:
             raise Unauthorized("the request carries two different keys")
-        wanted = self._policy.access(scope["method"], scope["path"])
         caller = self._doorkeeper.by_key(keys[0]) if keys else None
         if caller is None:
             self._hosts.check_host(scope)
@@ -166,6 +178,12 @@ class Guard:
             return caller
         if caller.access is Access.PUBLIC:
             raise Unauthorized("this API key opens nothing here" if keys else "this server asks for an API key")
+        if keyless:
+            raise Forbidden(
+                "this route shows or ends what others have asked: send the token in the file `token` of the server's home "
+                "folder as `Authorization: Bearer TOKEN`, or open the link that `redraft serve` prints",
+                field="Authorization",
+            )
         raise Forbidden("this route wants an operator's key", field="Authorization")
 
 

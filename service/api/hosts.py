@@ -24,6 +24,14 @@ _OTHER_SITES = {"cross-site", "same-site"}
 """Values of Sec-Fetch-Site for requests of pages that this server did not send (another port is the same site)."""
 
 
+_FORWARDING = re.compile(
+    r"via|cdn-loop|(.*-)?forwarded(-.*)?|x-(original|envoy|appengine|azure)-.*|(cf|cloudfront|fastly|fly|tailscale)-.*|"
+    r"(.*-)?(client|connecting|originating|proxy-?user|real|remote|user)-?(ip|addr|address)"
+)
+"""Names of headers that proxies add to what they pass on (RFC 9110, RFC 7239, and those of proxies and CDNs). Programs that
+call a server directly send none of them."""
+
+
 class Authority(NamedTuple):
     """A host and a port as `Host` and `Origin` carry them; port is empty where it is the scheme's default."""
 
@@ -99,6 +107,13 @@ class Hosts:
         if not origins:
             return scope["method"] in {"GET", "HEAD"}
         return all(_same_origin(origin, "".join(hosts)) for origin in origins)
+
+
+def forwarding_header(scope: Scope) -> str | None:
+    """The name of the first header that only proxies add, whatever its value; None without one. Not every proxy adds one: nginx
+    does not by default, and neither do SSH tunnels."""
+    names = (name.decode("latin-1").lower().replace("_", "-") for name, _ in scope["headers"])
+    return next((name for name in names if _FORWARDING.fullmatch(name)), None)
 
 
 def _is_link(scope: Scope) -> bool:

@@ -373,8 +373,8 @@ class LoginRequest(RequestModel):
 
 
 class SessionAnswer(ResponseModel):
-    """Who calls. role: public, client or operator. key: the name of the key that is used, or that the session was opened with;
-    null without. asks_for_key: whether the routes want one."""
+    """Who calls. role: public, client, local (no key is asked for) or operator. key: the name of the key that is used, or that
+    the session was opened with; null without. asks_for_key: whether the routes want one."""
 
     role: str
     key: str | None

@@ -127,7 +127,8 @@ def _erase(
     try:
         members.join()
     except DatabaseTaken:
-        return ask(url, "DELETE", "/generations", selection.given() | {"retire_adapters": retire_adapters})
+        asked = selection.given() | {"retire_adapters": retire_adapters}
+        return ask(url, "DELETE", "/generations", asked, home=settings.home)
     try:
         return asdict(erase(stores, settings, selection, retire_adapters=retire_adapters))
     finally:

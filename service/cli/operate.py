@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import time
 import uuid
+from collections.abc import Mapping
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -23,25 +25,61 @@ from service.core import (
     RunState,
     Unavailable,
 )
-from service.settings import Settings
+from service.settings import LOOPBACK, Settings
 
 adapters = typer.Typer(help="Adapter versions of the draft.", no_args_is_help=True)
 
 
-def call(url: str, method: str, path: str, sent: object = None, **headers: str) -> httpx.Response:
-    """One call to a server, with the key in REDRAFT_API_KEY, if any; whatever it answers. Raises Unavailable where none
-    does."""
-    if key := os.environ.get("REDRAFT_API_KEY"):
-        headers["Authorization"] = f"Bearer {key}"
+def call(
+    url: str,
+    method: str,
+    path: str,
+    sent: object = None,
+    *,
+    home: Path | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> httpx.Response:
+    """One call to a server, with the key in REDRAFT_API_KEY. Without one, a server on this machine gets the token of the folder
+    `home`. Returns any answer. Raises Unavailable where none comes."""
+    local = _is_local(url)
+    sent_headers = dict(headers or {})
+    if key := os.environ.get("REDRAFT_API_KEY") or (_token(home) if home is not None and local else None):
+        sent_headers["Authorization"] = f"Bearer {key}"
+    # This machine is not reached through a proxy, which would read the token and mark the request as forwarded.
+    direct = {"http://": None, "https://": None} if local else None
     try:
-        return httpx.request(method, f"{url.rstrip('/')}{path}", headers=headers, json=sent, timeout=120.0)
+        with httpx.Client(mounts=direct, timeout=120.0) as client:
+            return client.request(method, f"{url.rstrip('/')}{path}", headers=sent_headers, json=sent)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise Unavailable(f"no server answers at {url} ({error}); is `redraft serve` running?") from error
 
 
-def ask(url: str, method: str, path: str, sent: object = None, **headers: str) -> dict[str, Any]:
-    """One call to the server's API. Raises RedraftError with the server's own message, Unavailable where none answers."""
-    answer = call(url, method, path, sent, **headers)
+def _token(home: Path) -> str | None:
+    from service.store.access.local_token import read_token
+
+    return read_token(home)
+
+
+def _is_local(url: str) -> bool:
+    try:
+        host = httpx.URL(url).host
+        return host in LOOPBACK or ip_address(host).is_loopback
+    except (httpx.InvalidURL, ValueError):
+        return False
+
+
+def ask(
+    url: str,
+    method: str,
+    path: str,
+    sent: object = None,
+    *,
+    home: Path | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """One call to the server's API, as `call` makes it. Raises RedraftError with the server's own message, Unavailable where
+    none answers."""
+    answer = call(url, method, path, sent, home=home, headers=headers)
     try:
         body = answer.json()
         refused = str(body["error"]["message"]) if answer.is_error else None
@@ -93,7 +131,7 @@ def practice_text(state: dict[str, Any]) -> str:
 
 
 def _follow(url: str, path: str, wait: bool) -> None:
-    run = ask(url, "POST", path, **{"Idempotency-Key": uuid.uuid4().hex})
+    run = ask(url, "POST", path, headers={"Idempotency-Key": uuid.uuid4().hex})
     with progress(f"run {run['id']}") as bar:
         while wait and not RunState(run["state"]).over:
             time.sleep(1.0)

@@ -73,12 +73,15 @@ def serve(
     if at_terminal():
         _ask_about_practice(settings)
 
-    def ready(url: str) -> None:
+    def ready(url: str, token: str | None) -> None:
         # What was loaded lives as long as the process. Each full collection would walk all of it, 0.1 s in which nobody's
         # answer goes on.
         gc.collect()
         gc.freeze()
         say(f"redraft serves at {url}")
+        # At a terminal alone: what is written to a file or a log collector must not open what was recorded.
+        if token is not None and sys.stderr.isatty() and settings.server.log_format != "json":
+            err.print(f"the page, with recorded texts: {url}/#token={token}", highlight=False, soft_wrap=True)
 
     _exit(run_server(settings, ready))
 

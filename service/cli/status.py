@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import typer
 
 from service.cli.console import table, write_json
 from service.cli.operate import ask, call, practice_text
-from service.cli.options import LOCAL, Json, Url, adapter_name
+from service.cli.options import LOCAL, Config, Json, Url, adapter_name, settings_from
 from service.core import RedraftError, RunState, Unavailable
 
 RUNS = 20
@@ -18,24 +19,25 @@ VERDICTS = 3
 SAMPLE = re.compile(r'^redraft:(\w+)\{model_name="(?:[^"\\]|\\.)*"\} (\S+)', re.MULTILINE)
 
 
-def status(url: Url = LOCAL, json: Json = None) -> None:
+def status(url: Url = LOCAL, config: Config = None, json: Json = None) -> None:
     """What a running server does: whether it is ready, its requests, how well its draft does, training.
 
-    Exits with 0 when the server is ready, with 1 when it is not or when none answers.
+    A server without API keys counts its requests only for the user who runs it: give the --config of the server where that sets
+    another home folder. Exits with 0 when the server is ready, with 1 when it is not or when none answers.
     """
-    found = _read(url)
+    found = _read(url, settings_from(config).home)
     _show(url, found)
     write_json(json, {"url": url} | found)
     if not found["ready"]:
         raise typer.Exit(1)
 
 
-def _read(url: str) -> dict[str, Any]:
+def _read(url: str, home: Path) -> dict[str, Any]:
     """The server's state; None for what it does not say. Raises Unavailable where none answers."""
     ready, reason = _ask(url, "/health/ready")
     models, _ = _ask(url, "/v1/models")
     adapters, _ = _ask(url, "/adapters")
-    requests, _ = _ask(url, "/requests")
+    requests, _ = _ask(url, "/requests", home)
     practice, _ = _ask(url, "/practice")
     runs, _ = _ask(url, f"/runs?limit={RUNS}")
     found = [] if runs is None else runs["runs"]
@@ -55,10 +57,10 @@ def _read(url: str) -> dict[str, Any]:
     }
 
 
-def _ask(url: str, path: str) -> tuple[dict[str, Any] | None, str | None]:
+def _ask(url: str, path: str, home: Path | None = None) -> tuple[dict[str, Any] | None, str | None]:
     """A JSON object of the server's, or why it has none now. Raises Unavailable where none answers."""
     try:
-        return ask(url, "GET", path), None
+        return ask(url, "GET", path, home=home), None
     except Unavailable:
         raise
     except RedraftError as error:

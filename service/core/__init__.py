@@ -3,7 +3,7 @@
 Imports nothing but the standard library: whoever wants to know what flows through the house reads these files.
 """
 
-from service.core.access import ANYBODY, LOCAL, Access, ApiKey, Caller
+from service.core.access import ANYBODY, LOCAL, OWNER, Access, ApiKey, Caller
 from service.core.erasure import Erased, Forget, Selection, request_id
 from service.core.errors import (
     AdapterRefused,
@@ -94,6 +94,7 @@ __all__ = [
     "ANYBODY",
     "BARE_DRAFT",
     "LOCAL",
+    "OWNER",
     "RUN_MOVES",
     "TOP_TARGETS",
     "AcceptRule",

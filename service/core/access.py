@@ -13,9 +13,12 @@ class Access(IntEnum):
     PUBLIC = 0
     """Everybody."""
     CLIENT = 1
-    """Who may generate."""
-    OPERATOR = 2
-    """Who may train, switch adapters, read what was recorded, and erase."""
+    """May generate text."""
+    LOCAL = 2
+    """May also train, switch adapters and read figures, but neither read nor erase recorded texts: what callers without a key
+    have while no key was ever made."""
+    OPERATOR = 3
+    """May do everything: read and erase recorded texts too."""
 
     @property
     def role(self) -> str:
@@ -43,5 +46,7 @@ class Caller:
 
 ANYBODY = Caller(Access.PUBLIC)
 """Who sent no key where keys are asked for."""
-LOCAL = Caller(Access.OPERATOR)
-"""Everybody where no keys are asked for: on a loopback address, as long as no key was ever made."""
+LOCAL = Caller(Access.LOCAL)
+"""A caller without a key where none is asked for: on a loopback address, as long as no key was ever made."""
+OWNER = Caller(Access.OPERATOR)
+"""A caller with the token of the server's home folder, as long as no key was ever made."""

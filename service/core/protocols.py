@@ -325,7 +325,8 @@ class Launcher(Protocol):
 
 
 class Doorkeeper(Protocol):
-    """Who calls, by what they send. Every method but `log_in` and `log_out` returns at once."""
+    """Who calls, by what they send: an API key, or, where no key was ever made, the token of the home folder. Every method but
+    `log_in` and `log_out` returns at once."""
 
     @property
     def without_key(self) -> Caller:
@@ -333,7 +334,7 @@ class Doorkeeper(Protocol):
         ...
 
     def by_key(self, secret: str) -> Caller | None:
-        """Who has this key; None: nobody."""
+        """Who has this key, or token; None: nobody."""
         ...
 
     def by_session(self, secret: str) -> Caller | None:

@@ -17,7 +17,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from service.api.compatible import client_tag
 from service.core import AdapterRef, AdapterRefused, PracticeState, Progress, RunState, Selection, StoreError, Verdict
-from tests.support.echo_engine import EchoEngine, EchoServer, InMemoryOperator, make_run
+from tests.support.echo_engine import OWNED, EchoEngine, EchoServer, InMemoryOperator, make_run
 from tests.support.scraped import scraped
 from tests.support.waiting import until
 
@@ -78,7 +78,7 @@ def test_training_is_requested_once_and_followed(http: httpx.Client, server: Ech
 def test_a_query_parameter_that_is_given_twice_is_refused(
     http: httpx.Client, method: str, path: str, name: str
 ) -> None:
-    assert_shape(http.request(method, path), 400, "bad_request", name)
+    assert_shape(http.request(method, path, headers=OWNED), 400, "bad_request", name)
 
 
 def test_unknown_query_parameters_of_what_only_reads_are_ignored(http: httpx.Client) -> None:
@@ -142,7 +142,8 @@ def test_numbers_in_paths_and_queries_have_no_spaces_and_underscores(http: httpx
             tried.add(name)
             for wrong in ("\r1", "1_0", "1 "):
                 url = path.replace(f"{{{name}}}", quote(wrong))
-                answer = http.request(method, url, params={name: wrong} if parameter["in"] == "query" else None)
+                query = {name: wrong} if parameter["in"] == "query" else None
+                answer = http.request(method, url, params=query, headers=OWNED)
                 assert_shape(answer, 400, "bad_request", name)
     assert tried == {"id", "limit", "before", "hours", "practice_minutes", "expected"}
 
@@ -193,7 +194,11 @@ def test_requests_under_way_are_shown_without_their_text_and_ended() -> None:
     long = SECRET * 50
     chat = {"messages": [{"role": "user", "content": long}]}
     asked = {"/generate": {"prompt": long}, "/v1/completions": {"prompt": long}, "/v1/chat/completions": chat}
-    with server.served() as address, httpx.Client(base_url=address, timeout=60) as http, ThreadPoolExecutor(3) as pool:
+    with (
+        server.served() as address,
+        httpx.Client(base_url=address, headers=OWNED, timeout=60) as http,
+        ThreadPoolExecutor(3) as pool,
+    ):
         assert http.get("/requests").json() == {"requests": []}
         answers = {path: pool.submit(http.post, path, json=body) for path, body in asked.items()}
         until(lambda: len(server.engine.requests()) == 3 and all(t.sent > 3 for t in server.engine.tickets))
@@ -265,7 +270,7 @@ def test_adapters_are_listed_activated_and_rolled_back(http: httpx.Client) -> No
 
 def test_what_is_erased_is_said_field_by_field(http: httpx.Client, server: EchoServer) -> None:
     def erase(**body: object) -> httpx.Response:
-        return http.request("DELETE", "/generations", json=body)
+        return http.request("DELETE", "/generations", json=body, headers=OWNED)
 
     assert erase(client="ada").json() == {"generations": 2, "adapters": [3], "revoked": []}
     assert erase(everything=True, retire_adapters=True).json() == {"generations": 2, "adapters": [3], "revoked": [3]}
@@ -298,9 +303,9 @@ def test_what_is_erased_is_said_field_by_field(http: httpx.Client, server: EchoS
         (None, {"retire_adapters": True}),
     ):
         assert_shape(erase(**wrong), 400, "bad_request", field)
-    assert_shape(http.delete("/generations"), 415, "unsupported_media_type")
-    assert_shape(http.delete("/generations?client=ada"), 400, "bad_request", "client")
-    twice = {"content": b'{"client": "ada", "client": "bob"}', "headers": {"content-type": "application/json"}}
+    assert_shape(http.delete("/generations", headers=OWNED), 415, "unsupported_media_type")
+    assert_shape(http.delete("/generations?client=ada", headers=OWNED), 400, "bad_request", "client")
+    twice = {"content": b'{"client": "ada", "client": "bob"}', "headers": OWNED | {"content-type": "application/json"}}
     assert_shape(http.request("DELETE", "/generations", **twice), 400, "bad_request", "client")  # pyright: ignore[reportArgumentType]
     assert server.operator.erased == []
 

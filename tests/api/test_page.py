@@ -39,7 +39,7 @@ from service.core import (
     Verdict,
 )
 from service.metrics import Metrics
-from tests.support.echo_engine import Codepoints, EchoServer, OpenHouse, make_run
+from tests.support.echo_engine import OWNED, Codepoints, EchoServer, OpenHouse, make_run
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\u202egnp\u0007\u2028"
 NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
@@ -141,7 +141,7 @@ def test_while_models_load_the_page_is_there_and_says_the_stage() -> None:
 
     async def get(path: str) -> httpx.Response:
         transport = httpx.ASGITransport(api)
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://server", headers=OWNED) as client:
             return await client.get(path)
 
     assert asyncio.run(get("/")).text == STATIC["index.html"]
@@ -207,7 +207,7 @@ def case(**changed: Any) -> Disagreement:
 
 def test_hostile_texts_of_cases_are_json_strings_and_never_a_page(http: httpx.Client, server: EchoServer) -> None:
     server.overview.cases = [case(domain=HOSTILE, client=HOSTILE, context=tuple(map(ord, HOSTILE)), adapter=None)]
-    answer = http.get("/cases")
+    answer = http.get("/cases", headers=OWNED)
     assert answer.headers["content-type"] == "application/json"
     assert answer.headers["cache-control"] == "no-store"
     assert_guarded(answer)
@@ -225,14 +225,14 @@ def test_a_context_that_begins_inside_a_character_is_text() -> None:
     server = EchoServer(encoder=OneByteTokens())
     server.overview.cases = [case(context=(0xA9, *"é!".encode()), drafted=0xC3)]
     with server.served() as address:
-        (shown,) = httpx.get(f"{address}/cases").json()["cases"]
+        (shown,) = httpx.get(f"{address}/cases", headers=OWNED).json()["cases"]
     assert (shown["context"], shown["drafted"]) == ("é!", "\ufffd")
 
 
 def test_no_more_cases_come_than_asked_for(http: httpx.Client, server: EchoServer) -> None:
     server.overview.cases = [case(position=i) for i in range(50)]
-    assert [len(http.get(f"/cases?limit={n}").json()["cases"]) for n in (1, 20, 100)] == [1, 20, 50]
-    assert http.get("/cases?limit=101").status_code == 400
+    assert [len(http.get(f"/cases?limit={n}", headers=OWNED).json()["cases"]) for n in (1, 20, 100)] == [1, 20, 50]
+    assert http.get("/cases?limit=101", headers=OWNED).status_code == 400
 
 
 def test_a_request_may_do_without_a_draft(http: httpx.Client, server: EchoServer) -> None:

@@ -15,6 +15,7 @@ import pytest
 from service.core import Failed, RequestStatus, Unavailable
 from tests.support.echo_engine import (
     LIMITS,
+    OWNED,
     EchoEngine,
     EchoServer,
     EchoTicket,
@@ -207,7 +208,7 @@ class FailingEngine(EchoEngine):
 def test_no_client_can_write_a_line_of_its_own(form: Literal["text", "json"]) -> None:
     server = EchoServer(engine=FailingEngine())
     with logged(form) as lines, server.served() as address:
-        odd = {"x-request-id": "an id"}
+        odd = OWNED | {"x-request-id": "an id"}
         assert httpx.delete(f"{address}/requests/%0A17", headers=odd).status_code == 500
         until(lambda: lines.text.count("/requests/{id}") == 1)
     assert lines.text.count("failed: ValueError") == 1

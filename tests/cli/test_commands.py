@@ -452,7 +452,10 @@ def test_adapters_are_listed_switched_and_rolled_back(served: Served, redraft: R
 
 
 def test_the_state_of_a_server_is_shown(served: Served, redraft: Redraft) -> None:
-    done = redraft("status", "--url", served.server.url, "--json", "-")
+    url = ("--url", served.server.url, "--json", "-")
+    # Requests are counted for the user whose home folder has the server's token.
+    assert json.loads(redraft("status", *url).out)["requests"] is None
+    done = redraft("status", *url, "--config", served.config)
     found = json.loads(done.out)
     assert (done.status, done.err, found["ready"]) == (0, "", True)
     assert found["model"] == str(served.pair[0]) and found["adapter"] == served.server.get("/adapters")["active"]

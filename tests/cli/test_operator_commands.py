@@ -29,7 +29,7 @@ from service.models.pair import load_model
 from service.settings import Settings, load_settings
 from service.store.stores import Stores, open_stores
 from tests.support.command_line import TREE, Redraft, cells, commands, one_sentence
-from tests.support.echo_engine import EchoEngine, EchoServer, make_run
+from tests.support.echo_engine import TOKEN, EchoEngine, EchoServer, make_run
 from tests.support.store_rows import ADAPTERS, LOST, WHO, WON, case, generation, promote
 from tests.support.tiny_server import write_pair
 from tests.support.waiting import until
@@ -373,7 +373,8 @@ def test_unknown_settings_are_refused(
 # -------------------------------------------------------------------------------------------------------------- status
 
 
-def test_a_server_s_state_is_one_screen(redraft: Redraft) -> None:
+def test_a_server_s_state_is_one_screen(redraft: Redraft, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REDRAFT_API_KEY", TOKEN)
     server = EchoServer(engine=EchoEngine(pause=0.05))
     verdicts = [
         replace(make_run(number, RunState.REJECTED), verdict=replace(LOST, reason=HOSTILE)) for number in range(1, 6)

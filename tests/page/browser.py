@@ -1,4 +1,5 @@
-"""Checks of the page in a real Chromium: `browser.py CHROMIUM REAL ECHO LOCKED KEY`, the three servers' addresses and a key.
+"""Checks of the page in a real Chromium: `browser.py CHROMIUM REAL ECHO LOCKED KEY TOKEN TOKEN`, the three servers' addresses,
+a key of the third, and the tokens of the first two, which have no key.
 
 REAL: a server on a tiny pair with two adapters, the newest active. ECHO: one whose engine repeats its prompt and whose rows are
 hostile. LOCKED: one that asks for a key, KEY is an operator's. Prints `ok NAME` or `failed NAME: why` for every check.
@@ -25,6 +26,8 @@ SHOWN = HOSTILE.replace("\u202e", "⟨U+202E⟩").replace("\u0007", "⟨U+0007�
 PHONE = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "has_touch": True}
 CHECKS: list[Callable[[Browser, str, str], None]] = []
 LOCKED: list[str] = []
+TOKENS: dict[str, str] = {}
+"""By the address of a server."""
 
 
 def check(function: Callable[[Browser, str, str], None]) -> Callable[[Browser, str, str], None]:
@@ -41,7 +44,8 @@ def fetch(url: str, body: object = None) -> Any:
 
 @contextmanager
 def opened(browser: Browser, address: str, **context: object) -> Generator[Page]:
-    """The page at an address. Fails on errors in its console, and on requests to other hosts."""
+    """The page at an address, opened by the link with the token. Fails on errors in its console, and on requests to other
+    hosts."""
     inside = browser.new_context(**context)
     page = inside.new_page()
     wrong: list[str] = []
@@ -53,7 +57,7 @@ def opened(browser: Browser, address: str, **context: object) -> Generator[Page]
             wrong.append(f"asked {request.url}")
 
     page.on("request", watch)
-    page.goto(f"{address}/")
+    page.goto(f"{address}/#token={TOKENS[address]}")
     expect(page.locator("#state")).to_have_text("Serving", timeout=20_000)
     yield page
     inside.close()
@@ -350,7 +354,7 @@ def a_key_is_asked_for_and_stored_nowhere(browser: Browser, real: str, echo: str
 
     def guard(route: Route) -> None:
         request = route.request
-        if request.url.endswith("/session"):
+        if request.url.endswith("/session") and request.method == "POST":
             keys.append(json.loads(request.post_data))
             known = keys[-1] == {"key": "right"}
             route.fulfill(status=200 if known else 401, content_type="application/json", body="{}")
@@ -437,8 +441,51 @@ def a_key_opens_the_page_and_stays_nowhere(browser: Browser, real: str, echo: st
     inside.close()
 
 
-def main(chromium: str, real: str, echo: str, locked: str, key: str, *names: str) -> None:
+@check
+def texts_are_shown_by_the_link_whose_token_stays_nowhere(browser: Browser, real: str, echo: str) -> None:
+    token, inside = TOKENS[echo], browser.new_context()
+    page = inside.new_page()
+    wrong: list[str] = []
+    asked: list[str] = []
+    page.on("console", lambda message: wrong.append(message.text) if message.type in {"error", "warning"} else None)
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(f"{echo}/")
+    expect(page.locator("#cases-empty")).to_contain_text("Only the user who runs this server", timeout=20_000)
+    expect(page.locator("#state")).to_have_text("Serving")
+    expect(page.locator("#login")).to_be_hidden()
+    assert page.locator("#cases-list li").count() == 0 and not [url for url in asked if "/cases" in url]
+    # Opened where the page is open already, and then anew.
+    for again in (False, True):
+        if again:
+            inside.clear_cookies()
+            page.goto("about:blank")
+        page.goto(f"{echo}/#token={token}")
+        expect(page.locator("#cases-list li")).to_have_count(1, timeout=20_000)
+        assert page.url == f"{echo}/"
+        (cookie,) = inside.cookies()
+        assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Strict") and token not in cookie["value"]
+    stored = page.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie, history.state])")
+    assert stored == '[{},{},"",null]', stored
+    assert token not in page.content() and not [url for url in asked if token in url.partition("#")[0]]
+    page.reload()
+    expect(page.locator("#cases-list li")).to_have_count(1, timeout=20_000)
+    page.go_back()
+    assert token not in page.url
+    assert wrong == [], wrong
+    # One that opens nothing is said; the rest of the page goes on.
+    inside.clear_cookies()
+    page.goto("about:blank")
+    page.goto(f"{echo}/#token=rd-nothing")
+    expect(page.locator("#cases-empty")).to_contain_text("Only the user who runs this server", timeout=20_000)
+    assert page.url == f"{echo}/"
+    inside.close()
+
+
+def main(
+    chromium: str, real: str, echo: str, locked: str, key: str, real_token: str, echo_token: str, *names: str
+) -> None:
     LOCKED.extend((locked, key))
+    TOKENS.update({real: real_token, echo: echo_token})
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=list(FLAGS))
         for function in CHECKS:

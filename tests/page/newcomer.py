@@ -27,6 +27,7 @@ import httpx
 from service.evaluation.clients import Clients
 from service.evaluation.server_process import LocalServer
 from service.evaluation.sql_prompts import traffic_prompts
+from service.store.access.local_token import read_token
 from tests.support.browser import CHROMIUM, PAGE, SECONDS, make_environment
 
 ROOT = PAGE.parents[1]
@@ -155,7 +156,8 @@ def walk(images: Path) -> Walk:
         with served(folder, binaries) as (url, first):
             client = [str(binaries / "python"), "-c", README_CLIENT, url]
             said = subprocess.run(client, check=True, capture_output=True, text=True, timeout=120).stdout
-            shots = [str(browser), str(PAGE / "shots.py"), CHROMIUM, url, str(images)]
+            link = f"{url}/#token={read_token(folder / 'home')}"
+            shots = [str(browser), str(PAGE / "shots.py"), CHROMIUM, link, str(images)]
             page = subprocess.Popen(shots, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             assert page.stdin is not None
             assert page.stdout is not None

@@ -1,4 +1,4 @@
-"""Pictures of the page: `shots.py CHROMIUM ADDRESS FOLDER`.
+"""Pictures of the page: `shots.py CHROMIUM LINK FOLDER`. LINK: the page's address with the token, as `redraft serve` prints it.
 
 Opens the page and takes a picture; prints the wall time in seconds at which the page first names an adapter; waits for a line
 on standard input; takes the others.
@@ -22,11 +22,11 @@ NAMED = """() => new Promise((resolve) => {
 })"""
 
 
-def main(chromium: str, address: str, folder: str) -> None:
+def main(chromium: str, link: str, folder: str) -> None:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=list(FLAGS))
         light = browser.new_context(**WIDE, color_scheme="light").new_page()
-        light.goto(f"{address}/")
+        light.goto(link)
         expect(light.locator("#state")).to_have_text("Serving", timeout=60_000)
         light.screenshot(path=Path(folder) / "page-new.png")
         print(light.evaluate(NAMED), flush=True)
@@ -35,7 +35,7 @@ def main(chromium: str, address: str, folder: str) -> None:
         phone = browser.new_context(**PHONE, color_scheme="light").new_page()
         for name, page in (("light", light), ("dark", dark), ("phone", phone)):
             if page is not light:
-                page.goto(f"{address}/")
+                page.goto(link)
             expect(page.locator("#cases-list li").first).to_be_visible(timeout=60_000)
             page.wait_for_timeout(12_000)
             page.screenshot(path=Path(folder) / f"page-{name}.png")

@@ -27,6 +27,7 @@ from service.core import (
 )
 from service.store.access.key_ring import KeyRing
 from service.store.access.keys import Keys
+from service.store.access.local_token import make_token
 from service.store.database import Database, upgrade
 from tests.support.browser import CHROMIUM, PAGE, SECONDS, make_environment
 from tests.support.echo_engine import EchoEngine, EchoServer, make_run
@@ -44,9 +45,9 @@ pytestmark = [
 ]
 
 
-def hostile_server() -> EchoServer:
+def hostile_server(ring: KeyRing) -> EchoServer:
     """Answers with its prompt, a token each 10 ms; its rows hold hostile texts, and figures for every chart."""
-    server = EchoServer(engine=EchoEngine(pause=0.01))
+    server = EchoServer(engine=EchoEngine(pause=0.01), keeper=ring)
     now = datetime.now(UTC)
     points = [
         TrafficPoint(now - timedelta(minutes=60 - i), i // 20, 20, 300 + i, 200, 400, 200 + 3 * i) for i in range(60)
@@ -69,6 +70,19 @@ def hostile_server() -> EchoServer:
     run = make_run(9, RunState.FAILED, Progress(3, 12, 0.5, 1.0, 900.0, 2.0))
     server.overview.run = replace(run, error=HOSTILE, finished_at=now)
     return server
+
+
+@contextmanager
+def keyless(folder: Path) -> Generator[tuple[str, str]]:
+    """The address of a server with hostile texts that has no key, and its token."""
+    url = url_of(folder / "none.db")
+    upgrade(url)
+    database = Database(url)
+    ring, token = KeyRing(Keys(database)), make_token(folder)
+    ring.accept_token(token)
+    with hostile_server(ring).served() as address:
+        yield address, token
+    database.close()
 
 
 @contextmanager
@@ -96,8 +110,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     try:
         for line in prompts(5):
             generate(real, line.prompt)
-        with hostile_server().served() as echo, locked(folder) as (closed, key):
-            script = [str(python), str(SCRIPT), str(CHROMIUM), real.url, echo, closed, key]
+        with keyless(folder) as (echo, token), locked(folder) as (closed, key):
+            tokens = [real.owned["authorization"].removeprefix("Bearer "), token]
+            script = [str(python), str(SCRIPT), str(CHROMIUM), real.url, echo, closed, key, *tokens]
             done = subprocess.run(script, capture_output=True, text=True, timeout=SECONDS, check=False)
     finally:
         real.stop()

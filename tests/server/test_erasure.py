@@ -32,8 +32,8 @@ from tests.support.waiting import until
 PRIVACY = Path(__file__).resolve().parents[2] / "docs" / "privacy.md"
 ASK = """
 import json, sys, urllib.request
-method, url, body = json.loads(sys.stdin.read())
-headers = {"content-type": "application/json"}
+method, url, body, headers = json.loads(sys.stdin.read())
+headers |= {"content-type": "application/json"}
 request = urllib.request.Request(url, json.dumps(body).encode(), headers, method=method)
 print(urllib.request.urlopen(request).read().decode())
 """
@@ -43,7 +43,7 @@ print(urllib.request.urlopen(request).read().decode())
 def ask(server: InProcessServer, method: str, path: str, **body: object) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-I", "-c", ASK],
-        input=json.dumps([method, server.url + path, body]),
+        input=json.dumps([method, server.url + path, body, server.owned]),
         capture_output=True,
         text=True,
         timeout=60,

@@ -19,6 +19,7 @@ from service.cli.root import app
 from service.core import BadRequest, Unavailable, python_command
 from service.server import Application, run_server
 from service.settings import load_settings
+from service.store.access.local_token import read_token
 from tests.support.tiny_server import InProcessServer, in_process_server, write_pair
 
 PROMPT = "the same long prompt of several blocks, " * 4
@@ -141,6 +142,23 @@ def test_an_address_that_others_reach_needs_a_key(tmp_path: Path) -> None:
     application.stop()
 
 
+def test_a_server_has_a_token_as_long_as_there_is_no_key(tmp_path: Path) -> None:
+    server = in_process_server(tmp_path, write_pair(tmp_path))
+
+    def token(**flags: object) -> str | None:
+        settings = load_settings(server.config, {f"server.{name}": value for name, value in flags.items()})
+        application = Application(settings, on_fatal=lambda reason: None)
+        application.stop()
+        return application.token
+
+    assert token(api_key="a-key-of-the-settings") is None
+    assert not (tmp_path / "home" / "token").exists()
+    first = token()
+    assert first is not None and first == token() == read_token(tmp_path / "home")
+    made(server, "ada")
+    assert token() is None
+
+
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
 def test_https(tmp_path: Path) -> None:
     pair = write_pair(tmp_path)
@@ -185,4 +203,4 @@ def test_a_wrong_certificate_is_said(tmp_path: Path) -> None:
     server = in_process_server(tmp_path, write_pair(tmp_path))
     flags = {"server.ssl_certfile": tmp_path / "none.pem", "server.ssl_keyfile": tmp_path / "none.pem"}
     with pytest.raises(Unavailable, match=r"none\.pem"):
-        run_server(load_settings(server.config, flags), on_ready=lambda url: None)
+        run_server(load_settings(server.config, flags), on_ready=lambda url, token: None)

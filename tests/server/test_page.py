@@ -32,7 +32,7 @@ def test_an_open_page_sees_what_is_served_and_does_not_hold_up_the_end(tmp_path:
             assert 0 < sum(point["drafted"] for point in history["points"]) <= drafted
             assert history["depths"][0]["adapter"] == ref.id
             assert [adapter["id"] for adapter in history["adapters"]] == [ref.id]
-            case = httpx.get(f"{server.url}/cases").json()["cases"][0]
+            case = httpx.get(f"{server.url}/cases", headers=server.owned).json()["cases"][0]
             assert "user" in case["context"] and case["drafted"] != case["target"]
             assert (case["domain"], case["adapter"]) == ("a domain", ref.id)
             ended_at = time.monotonic()

@@ -109,6 +109,15 @@ class InProcessServer(LocalServer):
             assert self._thread.is_alive() and time.monotonic() < end, "it does not listen"
             time.sleep(0.01)
         application.start()
+        if application.token is not None:
+            # `request` speaks for the user who runs the server.
+            self._client.headers["authorization"] = f"Bearer {application.token}"
+
+    @property
+    def owned(self) -> dict[str, str]:
+        """Headers of the user who runs the server, as long as there is no key."""
+        assert self._application is not None and self._application.token is not None
+        return {"authorization": f"Bearer {self._application.token}"}
 
     def terminate(self) -> None:
         """Do what the signal handler does; returns at once."""

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
-from service.core import ANYBODY, LOCAL, Access, ApiKey, Caller, StoreError
+from service.core import ANYBODY, LOCAL, OWNER, Access, ApiKey, Caller, StoreError
 from service.store.access.keys import CONFIGURED, Keys, Known, digest
 
 log = logging.getLogger(__name__)
@@ -31,6 +31,16 @@ class KeyRing:
         ]
         self._closed = closed or bool(self._own)
         self._known = keys.known()
+        self._token: bytes | None = None
+
+    def accept_token(self, token: str) -> None:
+        """Let this token open everything as long as no key is asked for. From the first key on it opens nothing."""
+        self._token = digest(token)
+
+    @property
+    def accepts_token(self) -> bool:
+        """Whether the token opens everything now."""
+        return self._token is not None and not self.asks
 
     @property
     def any(self) -> bool:
@@ -40,7 +50,10 @@ class KeyRing:
     @property
     def asks(self) -> bool:
         """Whether callers need a key. Once one was made they always do: revoking the last one opens nothing."""
-        return self._closed or self._known.any
+        return self._asks(self._known)
+
+    def _asks(self, known: Known) -> bool:
+        return self._closed or known.any
 
     def refresh(self) -> None:
         """Read the database again."""
@@ -50,11 +63,11 @@ class KeyRing:
             log.warning("keys cannot be read, those that were known stay: %s", error)
 
     def by_key(self, secret: str) -> Caller | None:
-        """Who has this key; None: nobody."""
+        """Who has this key, or token; None: nobody."""
         return self._by_hash(digest(secret), self._known)
 
     def by_session(self, secret: str) -> Caller | None:
-        """Whose session of the page this is; None: nobody's, or the key that it was opened with is revoked."""
+        """Whose session of the page this is; None: nobody's, or what it was opened with opens nothing any more."""
         asked, key, known, now = digest(secret), None, self._known, datetime.now(UTC)
         for hash, key_hash, ends in known.sessions:
             if hmac.compare_digest(hash, asked) and ends > now:
@@ -67,7 +80,8 @@ class KeyRing:
         return ANYBODY if self.asks else LOCAL
 
     def log_in(self, key: str) -> str | None:
-        """Open a session of the page with a key; its secret. None where the key opens nothing. Blocks. Raises StoreError."""
+        """Open a session of the page with a key, or the token. Returns its secret; None where the key opens nothing. Blocks.
+        Raises StoreError."""
         if self.by_key(key) is None:
             return None
         session = self._keys.open_session(key)
@@ -85,4 +99,6 @@ class KeyRing:
             # All are compared, each in constant time.
             if hmac.compare_digest(hash, asked):
                 found = Caller(key.access, key.name)
+        if self._token is not None and hmac.compare_digest(self._token, asked) and not self._asks(known):
+            found = OWNER
         return found

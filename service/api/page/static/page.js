@@ -3,7 +3,7 @@
 import { depthChart, gainChart, seriesClass, sparkline, timeChart } from './charts.js';
 import { byId, list, make, setId, setText } from './nodes.js';
 import { startPlay } from './play.js';
-import { ask, events, post, putJson, read } from './server.js';
+import { ask, events, post, putJson, read, takeToken } from './server.js';
 import { adapterName, bytes, duration, gain, number, percent, visible, visibleToken, when } from './text.js';
 
 const SECONDS = 300; // of speeds that are shown, and of counters that are held
@@ -23,6 +23,7 @@ let past = null;
 let refreshedAt = 0;
 let changed = true;
 let refreshing = false;
+let token = takeToken();
 
 // ------------------------------------------------------------------------------------------------------------- live
 
@@ -274,9 +275,10 @@ async function refresh() {
   changed = false;
   refreshedAt = performance.now();
   try {
+    if (token !== null) await openSession();
     past = await read(`history?hours=${byId('hours').value}`);
     showHistory();
-    showCases(await read('cases?limit=12'));
+    await refreshCases();
   } catch (error) {
     if (error instanceof TypeError) return;
     setId('cases-empty', error.message);
@@ -284,6 +286,25 @@ async function refresh() {
   } finally {
     refreshing = false;
   }
+  if (token !== null) refresh();
+}
+
+// Trades the token for a session.
+async function openSession() {
+  const body = JSON.stringify({ key: token });
+  token = null;
+  await fetch('session', { method: 'POST', credentials: 'same-origin', headers: { 'content-type': 'application/json' }, body });
+}
+
+// A server without API keys shows texts only in a session that was opened with its token.
+async function refreshCases() {
+  const { role } = await read('session');
+  if (role !== 'local') {
+    showCases(await read('cases?limit=12'));
+    return;
+  }
+  showCases({ cases: [] });
+  setId('cases-empty', 'Only the user who runs this server sees texts: open the link that redraft serve prints, or add #token= and the token in the file "token" of its home folder to this address.');
 }
 
 function showHistory() {
@@ -402,6 +423,12 @@ byId('adapters-table').addEventListener('click', ({ target }) => {
 byId('hours').addEventListener('change', refresh);
 startPlay(() => {
   changed = true;
+});
+
+// The link was opened where the page is open already.
+window.addEventListener('hashchange', () => {
+  token = takeToken() ?? token;
+  if (token !== null) refresh();
 });
 
 let redraw = 0;

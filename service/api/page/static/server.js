@@ -69,6 +69,14 @@ function logIn() {
   return loggingIn;
 }
 
+// The token of this address (`#token=...`), as in the link that `redraft serve` prints, or null. Browsers send the part behind # to no
+// server; it is removed here, so that neither the address bar nor the history shows it.
+export function takeToken() {
+  const token = new URLSearchParams(location.hash.slice(1)).get('token');
+  if (token !== null) history.replaceState(null, '', location.pathname + location.search);
+  return token;
+}
+
 // The events of a response: {event, data}. Comments are passed over.
 export async function* events(response) {
   const reader = response.body.getReader();
