@@ -71,6 +71,7 @@ from service.core.protocols import (
     Ticket,
     ToolCall,
 )
+from service.core.signals import ending_signals
 from service.core.training import (
     ADAPTER_MOVES,
     BARE_DRAFT,
@@ -173,6 +174,7 @@ __all__ = [
     "Trigger",
     "Unavailable",
     "Verdict",
+    "ending_signals",
     "package_version",
     "python_command",
     "request_id",
