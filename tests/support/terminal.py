@@ -17,8 +17,8 @@ for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 os.execv(sys.executable, sys.argv[1:])
 """
-"""The process makes its input its terminal, so that Ctrl-C there reaches it, and handles the terminal's signals as a shell starts
-its commands: this process may have been started with them ignored (in the background of a script, or by nohup)."""
+"""The process makes its input its terminal, so that Ctrl-C there reaches it. It ignores none of a terminal's signals, as a
+command that a shell starts in the foreground: this process may ignore them (in the background of a script, or under nohup)."""
 CTRL_C = b"\x03"
 LIMIT_SECONDS = 120.0
 
