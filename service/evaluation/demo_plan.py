@@ -83,12 +83,13 @@ def plan_demo(speed: MachineSpeed, goal: Goal, batch_size: int) -> DemoPlan:
 
     batch_size: examples in a training step. The limit for a promotion grows with the time that the demo takes.
     """
-    plans = [_plan(speed, goal.floor, level, batch_size) for level in LEVELS]
+    plans = [_plan(speed, goal, level, batch_size) for level in LEVELS]
     fitting = [plan for plan in plans if plan.seconds <= goal.seconds]
     return max(fitting, key=lambda plan: plan.scale.min_tokens, default=plans[0])
 
 
-def _plan(speed: MachineSpeed, floor: Scale, level: float, batch_size: int) -> DemoPlan:
+def _plan(speed: MachineSpeed, goal: Goal, level: float, batch_size: int) -> DemoPlan:
+    floor = goal.floor
     scale = replace(
         floor,
         pause_seconds=max(BUSY * floor.clients * speed.served, LEAST_PAUSE),
@@ -99,7 +100,8 @@ def _plan(speed: MachineSpeed, floor: Scale, level: float, batch_size: int) -> D
         gate_texts=min(round(floor.gate_texts * level), max(floor.gate_texts, 200)),
     )
     seconds = RESERVE * sum(stage_seconds(speed, scale, batch_size).values())
-    return DemoPlan(replace(scale, limit_seconds=max(floor.limit_seconds, 3 * seconds)), seconds)
+    limit = floor.limit_seconds * max(1.0, seconds / goal.seconds)
+    return DemoPlan(replace(scale, limit_seconds=limit), seconds)
 
 
 def stage_seconds(speed: MachineSpeed, scale: Scale, batch_size: int) -> dict[str, float]:

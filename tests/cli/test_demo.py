@@ -29,7 +29,7 @@ from service.evaluation.demo_plan import Goal, Scale
 from service.evaluation.machine_speed import MachineSpeed
 from service.evaluation.oracle import naive_greedy
 from service.evaluation.paired_speed import SpeedRatio
-from service.evaluation.progress import OnProgress
+from service.evaluation.progress import OnProgress, silent
 from service.evaluation.prompts import PromptLine
 from service.models.pair import Pair, load_pair
 from service.models.text import TextEncoder
@@ -245,10 +245,29 @@ def test_turns_fill_the_time_that_was_announced(left: float, turns: int, monkeyp
     monkeypatch.setattr(demo.time, "monotonic", lambda: clock[0])
     arms = {name: Slow(clock, [7] * n, 1.0, order) for n, name in ((1, "plain"), (2, "before"), (3, "after"))}
     prompts = [Prompt((1,), Sampling()), Prompt((2,), Sampling())]
-    decoded = demo._take_turns(arms, prompts, 4, 100.0 + left, lambda *args: None)
+    decoded = demo._take_turns(arms, prompts, 4, 100.0 + left, silent)
     assert {len(answers) for answers in decoded.values()} == {turns}
     # The arms alternate, each turn with another first one.
     assert order[:9] == [1, 2, 3, 2, 3, 1, 3, 1, 2]
+
+
+def test_stages_say_how_much_time_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, said = [0.0], list[tuple[str, str]]()
+    monkeypatch.setattr(demo.time, "monotonic", lambda: clock[0])
+    report = demo.with_time_left(lambda stage, done, of, note="": said.append((stage, note)), 240.0)
+    report("serving", 3, 0, "9 cases")
+    report("verdict", 0, 0)
+    clock[0] = 120.0
+    report("checking", 0, 9)
+    # The announced time is over.
+    clock[0] = 250.0
+    report("timing", 1, 9, "turns")
+    assert said == [
+        ("serving", "9 cases, about 4 minutes left"),
+        ("verdict", ""),
+        ("checking", "about 2 minutes left"),
+        ("timing", "turns"),
+    ]
 
 
 def test_outputs_of_timed_turns_are_checked() -> None:

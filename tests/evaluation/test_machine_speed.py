@@ -18,7 +18,7 @@ from tests.support.tiny_server import prompts
 def test_every_kind_of_work_is_timed(models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     threads, used = blas_threads(), list[int]()
     monkeypatch.setattr(machine_speed, "set_blas_threads", used.append)
-    speed = measure_speed(models, prompts(3), max_tokens=12, training=TrainingSettings(threads=7))
+    speed = measure_speed(models, list(prompts(3)), max_tokens=12, training=TrainingSettings(threads=7))
     assert all(seconds > 0 for seconds in asdict(speed).values())
     # Random tiny models never say an end token here, so that every answer has all of its tokens.
     assert speed.tokens == 12
@@ -29,4 +29,4 @@ def test_every_kind_of_work_is_timed(models: tuple[Path, Path], monkeypatch: pyt
 def test_a_python_that_does_not_start_is_an_error(models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_speed, "python_command", lambda *words: ["/nowhere/python", *words])
     with pytest.raises(Unavailable, match="another Python does not start"):
-        measure_speed(models, prompts(3), max_tokens=12, training=TrainingSettings())
+        measure_speed(models, list(prompts(3)), max_tokens=12, training=TrainingSettings())
