@@ -47,6 +47,11 @@ def load_fast_blas() -> str | None:
     return str(path)
 
 
+def blas_threads() -> int:
+    """How many threads the BLAS that was loaded uses; 1 without one."""
+    return 1 if _library is None else int(_library.openblas_get_num_threads())
+
+
 def set_blas_threads(count: int) -> None:
     """Let the BLAS that was loaded use so many threads from now on. Nothing without one."""
     if _library is not None:

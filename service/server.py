@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.api import Doors, Feed, Limits, ModelNames, build_api, build_startup_api
 from service.app import PRACTICE, TARGETS, Folders, logged_outputs, resolve_models
-from service.core import Access, BadRequest, Forget, ModelError, Provenance, RedraftError, Unavailable
+from service.core import Access, BadRequest, Forget, ModelError, Provenance, RedraftError, Unavailable, ending_signals
 from service.engine import device
 from service.engine.adapters import served
 from service.engine.decoder import Decoder
@@ -379,8 +379,8 @@ class Server(uvicorn.Server):
 
 @contextmanager
 def _signals(server: Server) -> Generator[None]:
-    """SIGINT and SIGTERM end the server in order. A second one ends the process at once, with status 128 and its number, as
-    shells have it: running answers are cut, and what the recorder holds is lost, as after a crash."""
+    """The ending signals (see ending_signals) end the server in order. A second one ends the process at once, with status 128
+    plus its number, as in shells: running answers are cut, and what the recorder holds is lost, as after a crash."""
     asked = False
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -389,7 +389,7 @@ def _signals(server: Server) -> Generator[None]:
             os._exit(128 + number)
         asked = server.should_exit = True
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, handle) for number in ending_signals()}
     try:
         yield
     finally:

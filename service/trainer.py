@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 
 from service.app import PRACTICE, TARGETS, resolve_models
-from service.core import BARE_DRAFT, AdapterRef, AdapterRefused, BadRequest, Forget, Staged, Unavailable
+from service.core import BARE_DRAFT, AdapterRef, AdapterRefused, BadRequest, Forget, Staged, Unavailable, ending_signals
 from service.learning import practice_text
 from service.learning.targets import remove_files
 from service.learning_loop import LearningLoop, Place
@@ -101,8 +101,8 @@ def run_trainer(settings: Settings, on_ready: Callable[[], None]) -> int:
 
 @contextmanager
 def _signals(ended: threading.Event) -> Generator[None]:
-    """SIGINT and SIGTERM ask it to end."""
-    before = {number: signal.signal(number, lambda *_: ended.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    """The ending signals (see ending_signals) set `ended`."""
+    before = {number: signal.signal(number, lambda *_: ended.set()) for number in ending_signals()}
     try:
         yield
     finally:

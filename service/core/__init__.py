@@ -73,6 +73,7 @@ from service.core.protocols import (
     Ticket,
     ToolCall,
 )
+from service.core.signals import ending_signals
 from service.core.training import (
     ADAPTER_MOVES,
     BARE_DRAFT,
@@ -178,6 +179,7 @@ __all__ = [
     "Trigger",
     "Unavailable",
     "Verdict",
+    "ending_signals",
     "package_version",
     "panics_as_errors",
     "python_command",

@@ -16,8 +16,11 @@ from service.core import Generation, Prompt, RedraftError, RunState, Sampling
 from service.engine.adapters import Draft, load, served
 from service.evaluation.agreement import Agreement, measure, paired_low90
 from service.evaluation.answer_check import CheckedAnswers, check_answers
-from service.evaluation.bench.arms import EngineArm, take_turns
+from service.evaluation.bench.arms import Arm, Decoded, EngineArm, rotated
 from service.evaluation.clients import Answer, Clients, longest_gap_ms
+from service.evaluation.demo_plan import DemoPlan, Goal, Scale, duration, plan_demo
+from service.evaluation.machine_speed import measure_speed
+from service.evaluation.paired_speed import SpeedRatio, speed_ratio
 from service.evaluation.progress import OnProgress, silent
 from service.evaluation.prompts import PromptLine
 from service.evaluation.server_process import LocalServer, engine_settings, require_unused
@@ -30,35 +33,8 @@ from service.store.database import Database
 from service.store.log.generations import Generations
 from service.store.registry.adapters import Adapters
 
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """How much is shown.
-
-    clients: streams at a time. pause_seconds: what each client waits before its next request while a run, which shares the
-    processor, is under way. max_tokens: of one answer. min_tokens: recorded output tokens that start a training run. epochs,
-    replay: of that run. answers_after: answers that the new adapter still drafts. held_out: prompts on which the gain is
-    measured. stepwise: answers that the target also decodes token by token, beyond the teacher-forced pass over all of them.
-    timed: prompts of the timing of one stream. gate_texts: held-out texts, and golden ones, that the gate scores at most.
-    limit_seconds: for a promotion.
-    """
-
-    clients: int
-    pause_seconds: float
-    max_tokens: int
-    min_tokens: int
-    epochs: int
-    replay: float
-    answers_after: int
-    held_out: int
-    stepwise: int
-    timed: int
-    gate_texts: int
-    limit_seconds: float
-
-
-FULL = Scale(8, 0.0, 64, 2_500, 3, 0.3, 24, 60, 20, 12, 200, 1200.0)
-QUICK = Scale(4, 4.0, 32, 1_000, 3, 0.2, 4, 20, 6, 2, 24, 900.0)
+MOST_TURNS = 60
+"""Turns of the timing of one stream, however much time is left."""
 SWAP_MARGIN = 1.0
 """Seconds before and after a change of the active adapter that count as the swap: loading, and settling."""
 POLL_SECONDS = 0.25
@@ -70,7 +46,9 @@ class DemoReport:
 
     failures: different errors of failed requests. greedy_mismatches: answers that differ from the target's. agreement,
     tokens_per_call (the acceptance length): on held-out prompts, before and after. low90: lower end of the two-sided 90 %
-    interval of the gain in agreement. tokens_per_second: of one stream without draft, before and after, in turn.
+    interval of the gain in agreement. tokens_per_second: of one stream without a draft, before and after, the medians of turns.
+    speed_ratios: "after/before" and so on, of the same turns. announced_seconds: what the demo was to take; seconds: what it
+    took.
     """
 
     failed_requests: int
@@ -82,12 +60,19 @@ class DemoReport:
     agreement: dict[str, float]
     tokens_per_call: dict[str, float]
     tokens_per_second: dict[str, float]
+    speed_ratios: dict[str, SpeedRatio]
     longest_gap_ms: dict[str, float]
+    announced_seconds: float
     seconds: float
 
     def plain(self) -> dict[str, Any]:
         """All fields by name, JSON-ready."""
         return asdict(self)
+
+    @property
+    def noisy(self) -> bool:
+        """Whether the machine was too noisy to tell the speeds of one stream apart."""
+        return any(ratio.noisy for ratio in self.speed_ratios.values())
 
     def problems(self) -> list[str]:
         """What must never happen and did, a sentence each."""
@@ -116,25 +101,45 @@ class Gain:
     low90: float
 
 
+@dataclass(frozen=True, slots=True)
+class StreamSpeeds:
+    """Tokens per second of one stream by way of decoding ("plain", "before", "after"), one value a turn. differ: turns of a
+    draft whose output was not the target's, where precision leaves no ties."""
+
+    rates: dict[str, list[float]]
+    differ: int
+
+    def ratios(self) -> dict[str, SpeedRatio]:
+        """The ratio of each two of them."""
+        pairs = (("before", "plain"), ("after", "plain"), ("after", "before"))
+        return {f"{one}/{other}": speed_ratio(self.rates[one], self.rates[other]) for one, other in pairs}
+
+
 def run_demo(
     settings: Settings,
     models: tuple[Path, Path],
     *,
-    scale: Scale,
+    goal: Goal,
     prompts: Sequence[PromptLine] | None = None,
     on_progress: OnProgress = silent,
     keep: Path | None = None,
 ) -> DemoReport:
-    """Serve traffic until an adapter is promoted, then check the answers and measure the gain.
+    """Measure the machine, announce how long the demo takes, serve traffic until an adapter is promoted, check the answers and
+    measure the gain.
 
     models: folders of target and draft. prompts: traffic of the user's own, one in five of which is held out. keep: folder for
     the server's log, database and adapters; else a temporary one. Raises RedraftError when no adapter is promoted within the
     limit, and for fewer than 50 prompts.
     """
     started = time.monotonic()
-    lines, held_out = _prompts(prompts, scale)
+    _prompts(prompts, goal.floor)
     if keep is not None:
         require_unused(keep)
+    plan = _measured_plan(settings, models, goal, prompts, on_progress)
+    announced = time.monotonic() - started + plan.seconds
+    on_progress(f"the demo takes about {duration(announced)} on this machine", 0, 0)
+    scale, on_progress = plan.scale, with_time_left(on_progress, started + announced)
+    lines, held_out = _prompts(prompts, scale)
     folder = keep or Path(tempfile.mkdtemp(prefix="redraft-demo-"))
     try:
         traffic = _serve(settings, folder, lines, scale, on_progress)
@@ -158,17 +163,52 @@ def run_demo(
         )
         on_progress("measuring the gain", 0, 1)
         gain = _gain(pair, static, adapted, generations)
-        on_progress("timing one stream", 0, 1)
-        speeds, differ = _time(pair, static, adapted, generations[: scale.timed], settings.engine, scale)
+        drafts = {"plain": None, "before": static, "after": adapted}
+        arms = _arms(pair, drafts, settings.engine)
+        texts = [Prompt(each.prompt.tokens, Sampling(max_tokens=scale.max_tokens)) for each in generations]
+        decoded = _take_turns(arms, texts, scale.turns, started + announced, on_progress)
+        speeds = _stream_speeds(decoded, exact(pair.target.model))
     finally:
         if keep is None:
             shutil.rmtree(folder, ignore_errors=True)
-    checked = CheckedAnswers(checked.wrong + differ, checked.near_ties)
-    return _report(traffic, checked, gain, speeds, time.monotonic() - started)
+    checked = CheckedAnswers(checked.wrong + speeds.differ, checked.near_ties)
+    return _report(traffic, checked, gain, speeds, announced, time.monotonic() - started)
+
+
+def with_time_left(on_progress: OnProgress, end: float) -> OnProgress:
+    """Adds to the notes of stages how long the demo still takes. end: of time.monotonic()."""
+
+    def report(stage: str, done: int, of: int, note: str = "") -> None:
+        left = end - time.monotonic()
+        if (done or of) and left > 0:
+            note = ", ".join(part for part in (note, f"about {duration(left)} left") if part)
+        on_progress(stage, done, of, note)
+
+    return report
+
+
+def _measured_plan(
+    settings: Settings,
+    models: tuple[Path, Path],
+    goal: Goal,
+    prompts: Sequence[PromptLine] | None,
+    on_progress: OnProgress,
+) -> DemoPlan:
+    count = goal.floor.clients
+    lines = traffic_prompts(count) if prompts is None else prompts[:count]
+    speed = measure_speed(
+        models, lines, max_tokens=goal.floor.max_tokens, training=settings.training, on_progress=on_progress
+    )
+    return plan_demo(speed, goal, settings.training.batch_size)
 
 
 def _report(
-    traffic: ServedTraffic, checked: CheckedAnswers, gain: Gain, speeds: dict[str, float], seconds: float
+    traffic: ServedTraffic,
+    checked: CheckedAnswers,
+    gain: Gain,
+    speeds: StreamSpeeds,
+    announced: float,
+    seconds: float,
 ) -> DemoReport:
     failures = [answer.error for answer in traffic.answers if answer.error is not None]
     return DemoReport(
@@ -180,11 +220,13 @@ def _report(
         requests=len(traffic.answers),
         agreement={"before": gain.before.agreement, "after": gain.after.agreement, "low90": gain.low90},
         tokens_per_call={"before": gain.before.acceptance_length, "after": gain.after.acceptance_length},
-        tokens_per_second=speeds,
+        tokens_per_second={name: median(rates) for name, rates in speeds.rates.items()},
+        speed_ratios=speeds.ratios(),
         longest_gap_ms={
             "without_swap": longest_gap_ms(traffic.answers, traffic.swaps, outside=True),
             "with_swap": longest_gap_ms(traffic.answers, traffic.swaps, outside=False),
         },
+        announced_seconds=announced,
         seconds=seconds,
     )
 
@@ -195,26 +237,38 @@ def _gain(pair: Pair, static: Draft, adapted: Draft, generations: Sequence[Gener
     return Gain(before, after, paired_low90(scores_before, scores_after))
 
 
-def _time(
-    pair: Pair,
-    static: Draft,
-    adapted: Draft,
-    generations: Sequence[Generation],
-    engine: EngineSettings,
-    scale: Scale,
-) -> tuple[dict[str, float], int]:
-    """Median tokens per second of one stream without draft, with the bare and with the adapted one, in turn; and how many of
-    the drafts gave other outputs than none, where precision leaves no ties."""
-    prompts = [Prompt(generation.prompt.tokens, Sampling(max_tokens=scale.max_tokens)) for generation in generations]
-    arms = {
+def _arms(pair: Pair, drafts: Mapping[str, Draft | None], engine: EngineSettings) -> dict[str, Arm]:
+    return {
         name: EngineArm(pair, draft, k=engine.num_draft_tokens, adaptive=engine.adaptive)
-        for name, draft in (("plain", None), ("before", static), ("after", adapted))
+        for name, draft in drafts.items()
     }
-    decoded = take_turns(arms, prompts)
-    speeds = {name: median(one.rate for one in answers) for name, answers in decoded.items()}
-    outputs = {name: [one.tokens for one in answers] for name, answers in decoded.items()}
-    differ = sum(outputs[name] != outputs["plain"] for name in ("before", "after"))
-    return speeds, differ if exact(pair.target.model) else 0
+
+
+def _take_turns(
+    arms: Mapping[str, Arm], prompts: Sequence[Prompt], least: int, end: float, on_progress: OnProgress
+) -> dict[str, list[Decoded]]:
+    """Every arm's answers, one prompt a turn and a turn for every arm: `least` turns, and more while a turn as long as the
+    longest ends before `end` (of time.monotonic()). The number of turns depends on the time alone, not on what was measured."""
+    decoded: dict[str, list[Decoded]] = {name: [] for name in arms}
+    turn, longest = 0, 0.0
+    while turn < least or (turn < MOST_TURNS and time.monotonic() + longest < end):
+        on_progress("timing one stream: plain, before, after, in turns", turn, max(least, turn + 1), "turns")
+        started = time.monotonic()
+        for name in rotated(list(arms), turn):
+            decoded[name].append(arms[name].decode(prompts[turn % len(prompts)]))
+        turn, longest = turn + 1, max(longest, time.monotonic() - started)
+    return decoded
+
+
+def _stream_speeds(decoded: Mapping[str, Sequence[Decoded]], lossless: bool) -> StreamSpeeds:
+    """lossless: whether precision leaves no ties."""
+    rates = {name: [one.rate for one in answers] for name, answers in decoded.items()}
+    differ = sum(
+        one.tokens != plain.tokens
+        for name in ("before", "after")
+        for one, plain in zip(decoded[name], decoded["plain"], strict=True)
+    )
+    return StreamSpeeds(rates, differ if lossless else 0)
 
 
 def _prompts(prompts: Sequence[PromptLine] | None, scale: Scale) -> tuple[Iterator[PromptLine], list[PromptLine]]:

@@ -200,8 +200,12 @@ def _expanded(tail: float, count: float) -> float:
 def _reach(tail: float, count: float) -> float:
     """Standard deviations of a resample's estimate between the estimate and an end of its interval: Student's t instead of the
     normal distribution's quantile, and a sample's deviation instead of a resample's."""
-    z, v = -NormalDist().inv_cdf(tail), max(count - 1.0, 1.0)
-    # Quantile of Student's t (Abramowitz & Stegun 26.7.5).
+    freedom = max(count - 1.0, 1.0)
+    return student_t(tail, freedom) * math.sqrt(count / freedom)
+
+
+def student_t(tail: float, freedom: float) -> float:
+    """The value that Student's t exceeds with probability `tail`. freedom: degrees of freedom (Abramowitz & Stegun 26.7.5)."""
+    z, v = -NormalDist().inv_cdf(tail), freedom
     t = z + (z**3 + z) / (4 * v) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
-    t += (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
-    return t * math.sqrt(count / v)
+    return t + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)

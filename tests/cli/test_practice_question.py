@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,6 +65,17 @@ def test_the_answer_is_stored_and_asked_for_once(tmp_path: Path, taken: int, key
 def test_nobody_is_asked_in_the_background_of_a_terminal() -> None:
     _, text = at_a_terminal(["-c", BACKGROUND], {})
     assert text.split("\r\n")[:2] == ["at a terminal: True", "at a terminal: False"]
+
+
+@pytest.mark.parametrize("number", ["SIGINT", "SIGQUIT", "SIGHUP"])
+def test_a_terminal_s_signals_are_not_ignored_there(number: str) -> None:
+    """Whatever these tests were started with, as by a script in its background."""
+    before = signal.signal(signal.Signals[number], signal.SIG_IGN)
+    try:
+        code = f"import signal; print(signal.getsignal(signal.{number}) is signal.SIG_IGN)"
+        assert at_a_terminal(["-c", code], {}) == (0, "False\r\n")
+    finally:
+        signal.signal(signal.Signals[number], before)
 
 
 def test_the_prompt_shows_where_stderr_is_a_file() -> None:

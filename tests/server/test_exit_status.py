@@ -16,6 +16,7 @@ import pytest
 from service.engine.decoder import Decoder
 from service.engine.rounds import RoundReport
 from service.evaluation.server_process import LocalServer
+from tests.support.signals import sigint
 from tests.support.tiny_server import generate, in_process_server, prompts, tiny_server, write_pair
 
 
@@ -38,7 +39,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def shared(tmp_path_factory: pytest.TempPathFactory, pair: tuple[Path, Path]) -> Iterator[LocalServer]:
     root = tmp_path_factory.mktemp("server")
     server = tiny_server(root, pair, training={"memory_gb": 1e6}, server={"drain_seconds": 60.0})
-    server.start()
+    with sigint(signal.SIG_DFL):
+        server.start()
     try:
         yield server
     finally:
@@ -50,7 +52,8 @@ def served(shared: LocalServer) -> LocalServer:
     """A running server; restarted if an earlier test stopped it."""
     assert shared._process is not None
     if shared._process.poll() is not None:
-        shared.start()
+        with sigint(signal.SIG_DFL):
+            shared.start()
     return shared
 
 
@@ -157,6 +160,24 @@ def test_a_second_signal_ends_the_server_at_once(served: LocalServer, number: si
                 list(lines)
     finally:
         served.stop()
+
+
+def test_a_server_in_the_background_of_a_script_is_ended_by_sigterm_alone(
+    tmp_path: Path, pair: tuple[Path, Path]
+) -> None:
+    """Such a process is started with SIGINT ignored: Ctrl-C is for what runs in the foreground."""
+    server = tiny_server(tmp_path, pair)
+    with sigint(signal.SIG_IGN):
+        server.start()
+    try:
+        assert server._process is not None
+        server._process.send_signal(signal.SIGINT)
+        # A server that had been asked to end would refuse this one.
+        for _ in range(10):
+            assert server.request("POST", "/generate", {"prompt": "abc", "max_tokens": 4}).status_code == 200
+            time.sleep(0.1)
+    finally:
+        assert server.stop() == 0
 
 
 def test_an_answer_that_takes_too_long_is_ended_with_an_error(

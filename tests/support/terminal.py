@@ -7,17 +7,32 @@ import pty
 import select
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 
-TAKE = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.executable, sys.argv[1:])"
-"""The process makes its input its terminal, so that Ctrl-C there reaches it."""
+TAKE = """
+import fcntl, os, signal, sys, termios
+for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+    signal.signal(number, signal.SIG_DFL)
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, sys.argv[1:])
+"""
+"""The process makes its input its terminal, so that Ctrl-C there reaches it. It ignores none of a terminal's signals, as a
+command that a shell starts in the foreground: this process may ignore them (in the background of a script, or under nohup)."""
 CTRL_C = b"\x03"
+LIMIT_SECONDS = 120.0
 
 
 def at_a_terminal(
-    arguments: Sequence[str], environment: Mapping[str, str], *, prompt: str = "", keys: bytes = b""
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    prompt: str = "",
+    keys: bytes = b"",
+    limit: float = LIMIT_SECONDS,
 ) -> tuple[int, str]:
-    """The exit status of Python with these arguments, and what the terminal showed. keys: typed once `prompt` is shown."""
+    """The exit status of Python with these arguments, and what the terminal showed. keys: typed once `prompt` is shown. Raises
+    AssertionError when it has not ended after `limit` seconds."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", TAKE, sys.executable, *arguments],
@@ -28,9 +43,10 @@ def at_a_terminal(
         env={**os.environ, "COLUMNS": "100", **environment},
     )
     os.close(theirs)
-    shown, typed = b"", not keys
+    shown, typed, end = b"", not keys, time.monotonic() + limit
     try:
         while True:
+            assert time.monotonic() < end, f"it goes on after {limit:.0f} s: {shown.decode(errors='replace')}"
             if not select.select([ours], [], [], 1.0)[0]:
                 # One that comes between the prompt and the read behind it is lost in Python until the next key.
                 if typed and keys == CTRL_C:
