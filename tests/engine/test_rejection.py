@@ -86,6 +86,22 @@ def test_without_a_usable_draft_the_target_draws_alone() -> None:
     assert p_value(np.bincount(drawn[:, 0], minlength=VOCABULARY), expected) > 1e-4
 
 
+@pytest.mark.promise(2)
+def test_a_finite_q_at_an_unusable_position_biases_no_draw() -> None:
+    """Where a row drafts fewer tokens than its batch, the positions behind its own have a q that is finite and not used."""
+    p, q = np.full(4, 0.25), np.array([0.7, 0.1, 0.1, 0.1])
+    logp = mx.broadcast_to(mx.log(mx.array(p))[None, None], (DRAWS, 3, 4))
+    logq = mx.broadcast_to(mx.log(mx.array(q))[None, None], (DRAWS, 2, 4))
+    drafted = mx.random.categorical(logq, key=mx.random.key(1)).astype(mx.int32)
+    for usable in ([False, False], [True, False]):
+        fine = mx.broadcast_to(mx.array(usable)[None], (DRAWS, 2))
+        accepted, following = (np.array(each) for each in accept.reject(logp, logq, drafted, fine, mx.random.key(2)))
+        assert accepted.max() == sum(usable), "nothing is accepted there"
+        behind = following[accepted == sum(usable)]
+        assert len(behind) > DRAWS / 2
+        assert p_value(np.bincount(behind, minlength=4), p) > 1e-4
+
+
 def test_equal_distributions_accept_everything_and_leave_no_residual() -> None:
     logp = mx.log(mx.softmax(mx.random.normal((64, 4, VOCABULARY), key=mx.random.key(1)), axis=-1))
     drafted = mx.random.categorical(logp[:, :3], key=mx.random.key(2)).astype(mx.int32)

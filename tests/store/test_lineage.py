@@ -138,6 +138,16 @@ def test_retired_adapters_give_way_to_their_nearest_ancestor_that_learnt_none_of
     assert house.states()[second.id] is house.states()[third.id] is revoked
 
 
+def test_an_adapter_that_was_rolled_back_is_revoked_too(house: House) -> None:
+    first = house.learn("a")
+    second = house.learn("b")
+    house.adapters.roll_back(second.id, first.id, LOST)
+    assert house.lineage.erase(of("b"), retire_adapters=True) == Erased(1, (second.id,), (second.id,))
+    assert house.states() == {first.id: AdapterState.ACTIVE, second.id: AdapterState.REVOKED}
+    with pytest.raises(IllegalMove, match="revoked"):
+        house.adapters.activate(second.id, WHO.target, WHO.draft)
+
+
 def test_where_no_ancestor_is_left_the_bare_draft_serves(house: House) -> None:
     first = house.learn("a")
     second = house.learn("b")
