@@ -117,6 +117,13 @@ def test_codes_of_every_route_for_every_key_and_page(http: httpx.Client, place: 
     assert found not in {401, 403} if has and through else found == 403
 
 
+@pytest.mark.parametrize(("host", "origin"), [("@", "http://@"), ("@", "http://#"), ("a:b", "https://")])
+def test_what_names_no_host_is_nobody_s_own_origin(http: httpx.Client, place: Place, host: str, origin: str) -> None:
+    key = bearer(place.secrets["client"])
+    assert http.get("/v1/models", headers=key | {"host": host}).status_code == 200
+    assert http.get("/v1/models", headers=key | {"host": host, "origin": origin}).status_code == 403
+
+
 def test_no_path_ends_with_a_line(http: httpx.Client, place: Place) -> None:
     """The router would take the path without it, which another key opens."""
     for name in TABLE:
