@@ -8,7 +8,17 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from service.core import Sampling
-from service.engine.sampling import SamplingBatch, SharedNoise, fit, gumbel, noise_key, shared_noise, transform
+from service.engine.sampling import (
+    SamplingBatch,
+    SharedNoise,
+    choose,
+    draw,
+    fit,
+    gumbel,
+    noise_key,
+    shared_noise,
+    transform,
+)
 from service.engine.top_logprobs import tail_mass, top_logits
 from tests.support.oracle import filtered_logprobs, seeded_key, seeded_noise
 from tests.support.typed import as_float
@@ -64,6 +74,19 @@ def test_noise_is_a_function_of_seed_and_position() -> None:
     whole = made.first(3)
     assert whole is not None and mx.array_equal(whole, noise)
     assert SharedNoise(SamplingBatch.of([Sampling()], 33), [0], 33).first(3) is None
+
+
+def test_a_seeded_row_beside_an_unseeded_one_draws_by_its_own_noise() -> None:
+    """Under the match rule a draft that draws otherwise is right no more often than chance has it."""
+    rows = [Sampling(temperature=1.0, seed=5), Sampling(temperature=1.0), Sampling()]
+    batch = SamplingBatch.of(rows, 33)
+    logp, noise = (
+        transform(mx.random.normal((3, 2, 33), key=mx.random.key(1)), batch),
+        shared_noise(batch, [4] * 3, 2, 33),
+    )
+    drawn = np.stack([np.array(draw(logp, batch, noise, mx.random.key(key))) for key in range(40)])
+    assert (drawn[:, [0, 2]] == np.array(choose(logp, noise))[[0, 2]]).all()
+    assert len(np.unique(drawn[:, 1, 0])) > 5, "each call draws anew"
 
 
 GOLDEN_KEYS = {
