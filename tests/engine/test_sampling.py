@@ -1,5 +1,7 @@
 """The sampling transform equals mlx-lm's, row by row, and the shared noise depends only on seed and position."""
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -48,6 +50,15 @@ def test_a_mixed_batch_equals_mlx_lm_row_by_row(rows: list[Sampling], seed: int)
             sampling = Sampling(temperature=sampling.temperature, top_p=sampling.top_p, min_p=sampling.min_p)
         theirs = filtered_logprobs(logits[i], sampling)
         assert np.allclose(np.exp(np.array(ours[i])), np.exp(np.array(theirs)), atol=1e-5)
+
+
+@pytest.mark.parametrize("only", [{"top_p": 0.5}, {"min_p": 0.3}, {"top_k": 5}], ids=["top_p", "min_p", "top_k"])
+def test_each_filter_works_where_no_row_has_another(only: dict[str, Any]) -> None:
+    """What no row needs is not computed."""
+    sampling, logits = Sampling(temperature=0.8, **only), mx.random.normal((1, 2, 61), key=mx.random.key(2)) * 3
+    ours = np.array(transform(logits, SamplingBatch.of([sampling], 61)))[0]
+    assert np.allclose(np.exp(ours), np.exp(np.array(filtered_logprobs(logits[0], sampling))), atol=1e-5)
+    assert np.isneginf(ours).any(axis=-1).all()
 
 
 def test_greedy_rows_ignore_the_filters_of_other_rows() -> None:
