@@ -118,6 +118,13 @@ def test_codes_of_every_route_for_every_key_and_page(http: httpx.Client, place: 
     assert found not in {401, 403} if has and through else found == 403
 
 
+@pytest.mark.parametrize(("host", "origin"), [("@", "http://@"), ("@", "http://#"), ("a:b", "https://")])
+def test_what_names_no_host_is_nobody_s_own_origin(http: httpx.Client, place: Place, host: str, origin: str) -> None:
+    key = bearer(place.secrets["client"])
+    assert http.get("/v1/models", headers=key | {"host": host}).status_code == 200
+    assert http.get("/v1/models", headers=key | {"host": host, "origin": origin}).status_code == 403
+
+
 def test_no_path_ends_with_a_line(http: httpx.Client, place: Place) -> None:
     """The router would take the path without it, which another key opens."""
     for name in TABLE:
@@ -291,6 +298,24 @@ def test_a_session_ends_with_its_key_and_after_twelve_hours(place: Place, http: 
     assert len(place.keys.known().sessions) == 1
 
 
+def test_a_session_ends_in_time_where_the_database_does_not_answer(tmp_path: Path) -> None:
+    url = url_of(tmp_path / "redraft.db")
+    upgrade(url)
+    database = Database(url)
+    secret = (keys := Keys(database)).create("ada", Access.CLIENT)
+    session = (ring := KeyRing(keys)).log_in(secret)
+    assert session is not None
+    ends = datetime.now(UTC) + timedelta(seconds=2)
+    database.write(lambda connection: connection.execute(update(page_sessions).values(expires_at=ends))).result(60)
+    ring.refresh()
+    database.close()
+    assert ring.by_session(session) is not None
+    time.sleep(max((ends - datetime.now(UTC)).total_seconds(), 0.0) + 0.01)
+    ring.refresh()
+    assert ring.by_session(session) is None
+    assert ring.by_key(secret) is not None, "the key is known on"
+
+
 # ------------------------------------------------------------------------------------------------------- rates, CORS
 
 
@@ -322,6 +347,14 @@ def test_a_key_that_sends_too_much_waits_and_others_do_not(tmp_path: Path) -> No
         assert counts[:3] == [200] * 3 and counts[-1] == 429, "by themselves: clients count before they ask"
     assert place.server.value('redraft:requests_refused_total{code="rate_limit_exceeded"}') >= 1
     place.database.close()
+
+
+def test_without_keys_an_address_has_one_rate_whatever_its_connections(tmp_path: Path) -> None:
+    server = EchoServer(rate_limit="3/minute")
+    with server.served() as address:
+        # Each of these opens a connection, from another port.
+        found = [httpx.post(f"{address}/generate", json={"prompt": "a"}, timeout=60).status_code for _ in range(4)]
+    assert found == [200, 200, 200, 429]
 
 
 def test_pages_of_named_origins_may_call(tmp_path: Path) -> None:

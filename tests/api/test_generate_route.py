@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import select
+import socket
 from dataclasses import replace
 from http.client import HTTPConnection
 from typing import Any
@@ -259,6 +261,21 @@ def test_a_body_that_never_ends_is_given_up() -> None:
         assert answer.status == 408
         assert json.loads(answer.read())["error"]["code"] == "timeout"
         connection.close()
+
+
+@pytest.mark.promise(26)
+def test_a_body_that_drips_has_no_more_time_than_any_other() -> None:
+    with EchoServer(limits=replace(LIMITS, request_timeout=0.3)).served() as address:
+        url = urlsplit(address)
+        with socket.create_connection((url.hostname, url.port), timeout=60) as connection:
+            head = f"POST /generate HTTP/1.1\r\nhost: {url.netloc}\r\ncontent-type: application/json\r\n"
+            connection.sendall(f"{head}content-length: 100\r\n\r\n".encode())
+            sent = 0
+            while sent < 100 and not select.select([connection], [], [], 0.05)[0]:
+                connection.sendall(b" ")
+                sent += 1
+            assert connection.recv(64).startswith(b"HTTP/1.1 408 ")
+            assert sent < 100, "each byte came in time, the body did not"
 
 
 def test_a_full_queue_is_503_with_retry_after() -> None:

@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from service.api.errors import Forbidden
+from service.api.hosts import Hosts
 from service.core import BadRequest
 from service.settings import load_settings
 from tests.support.echo_engine import EchoServer
@@ -152,6 +154,17 @@ def test_a_host_that_is_not_one_of_the_server_s_names_is_refused(place: str, hos
     for path in POSTS:
         assert_forbidden(send(place, "POST", path, rebound, b"", written), "Host")
     assert_forbidden(send(place, "GET", "/adapters", {}, b"", written), "Host")
+
+
+@pytest.mark.parametrize(
+    "hosts", [[b"localhost", b"evil.example"], [b"evil.example", b"localhost"], [b"localhost"] * 2]
+)
+def test_a_request_with_two_hosts_is_refused(hosts: list[bytes]) -> None:
+    """Proxies and servers differ in which of them counts. h11 lets none through, other parsers of uvicorn do."""
+    known = Hosts(["localhost"])
+    known.check_host({"type": "http", "headers": [(b"host", b"localhost")]})
+    with pytest.raises(Forbidden, match="names no host"):
+        known.check_host({"type": "http", "headers": [(b"host", host) for host in hosts]})
 
 
 def test_a_request_without_a_host_is_refused(place: str) -> None:

@@ -757,8 +757,10 @@ def test_a_response_stream_carries_the_same_as_the_json_answer(http: httpx.Clien
 def test_a_response_that_was_cut_is_incomplete(http: httpx.Client) -> None:
     asked = {"input": "<tool_call>abcdef", "max_output_tokens": 13}
     whole = http.post(RESPONSES, json=asked).json()
-    last = data_of(http.post(RESPONSES, json={**asked, "stream": True}))[-1]
+    *events, last = data_of(http.post(RESPONSES, json={**asked, "stream": True}))
     assert last["type"] == "response.incomplete"
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == last["response"]["output"], "the streamed item says so too"
     for answer in (whole, last["response"]):
         assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
         assert answer["output"][0]["content"][0]["text"] == "<tool_call>ab"

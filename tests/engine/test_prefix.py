@@ -421,6 +421,19 @@ def test_eviction_takes_leaves_and_spares_a_growing_path() -> None:
 
 
 @RECTANGLES
+def test_a_text_that_outgrows_the_budget_keeps_its_beginning() -> None:
+    tokens, size = random_tokens(1, 6 * BLOCK), 2 * BLOCK * 8 * 4
+    prefix = PrefixCache(3 * size)
+    for count in (2, 3, 5, 6):
+        beginning = tokens[: count * BLOCK]
+        prefix.insert(Owner.TARGET, beginning, written(beginning))
+        prefix.copy()
+        held = min(count, 3)
+        assert prefix.cached_length(Owner.TARGET, tokens) == found(prefix, tokens) == held * BLOCK
+        assert prefix.nbytes == held * size
+
+
+@RECTANGLES
 def test_copies_are_waited_for_only_where_that_is_asked() -> None:
     prefix = PrefixCache(2**30)
     for wait, launches, waits in ((False, 1, 0), (True, 0, 1)):

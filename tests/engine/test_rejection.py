@@ -5,12 +5,14 @@ import math
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_map
 from scipy import stats
 
-from service.core import Sampling
+from service.core import Prompt, Sampling
 from service.engine import accept
 from service.engine.sampling import SamplingBatch, draw, transform
-from tests.support.oracle import filtered_logprobs
+from tests.support.batches import decode
+from tests.support.oracle import filtered_logprobs, tiny_llama
 
 VOCABULARY = 10
 DRAWS = 100_000
@@ -86,6 +88,34 @@ def test_without_a_usable_draft_the_target_draws_alone() -> None:
     assert p_value(np.bincount(drawn[:, 0], minlength=VOCABULARY), expected) > 1e-4
 
 
+@pytest.mark.promise(2)
+def test_a_finite_q_at_an_unusable_position_biases_no_draw() -> None:
+    """Where a row drafts fewer tokens than its batch, the positions behind its own have a q that is finite and not used."""
+    p, q = np.full(4, 0.25), np.array([0.7, 0.1, 0.1, 0.1])
+    logp = mx.broadcast_to(mx.log(mx.array(p))[None, None], (DRAWS, 3, 4))
+    logq = mx.broadcast_to(mx.log(mx.array(q))[None, None], (DRAWS, 2, 4))
+    drafted = mx.random.categorical(logq, key=mx.random.key(1)).astype(mx.int32)
+    for usable in ([False, False], [True, False]):
+        fine = mx.broadcast_to(mx.array(usable)[None], (DRAWS, 2))
+        accepted, following = (np.array(each) for each in accept.reject(logp, logq, drafted, fine, mx.random.key(2)))
+        assert accepted.max() == sum(usable), "nothing is accepted there"
+        behind = following[accepted == sum(usable)]
+        assert len(behind) > DRAWS / 2
+        assert p_value(np.bincount(behind, minlength=4), p) > 1e-4
+
+
+def test_a_rejection_that_leaves_no_residual_draws_from_the_target() -> None:
+    """Rounding can put q above p at the proposed token while p is above q at no other; here it is exaggerated."""
+    p = np.array([0.25, 0.25, 0.25, 0.25])
+    logp = mx.broadcast_to(mx.log(mx.array(p))[None, None], (DRAWS, 2, 4))
+    logq = mx.broadcast_to(mx.log(mx.array([0.5, 0.25, 0.25, 0.25]))[None, None], (DRAWS, 1, 4))
+    drafted, fine = mx.zeros((DRAWS, 1), dtype=mx.int32), mx.ones((DRAWS, 1), dtype=mx.bool_)
+    accepted, following = (np.array(each) for each in accept.reject(logp, logq, drafted, fine, mx.random.key(4)))
+    rejected = following[accepted == 0]
+    assert 0.45 * DRAWS < len(rejected) < 0.55 * DRAWS
+    assert p_value(np.bincount(rejected, minlength=4), p) > 1e-4
+
+
 def test_equal_distributions_accept_everything_and_leave_no_residual() -> None:
     logp = mx.log(mx.softmax(mx.random.normal((64, 4, VOCABULARY), key=mx.random.key(1)), axis=-1))
     drafted = mx.random.categorical(logp[:, :3], key=mx.random.key(2)).astype(mx.int32)
@@ -132,3 +162,18 @@ def test_stopping_at_low_confidence_keeps_the_distribution() -> None:
     assert p_value(np.bincount(first[far], minlength=VOCABULARY), probabilities[0]) < 1e-4, (
         "the test notices a missing part"
     )
+
+
+@pytest.mark.promise(2)
+def test_tokens_of_one_proposal_are_drawn_independently() -> None:
+    """Target and draft that give every token the same probability: neighbours are as seldom equal as chance has it."""
+    model = tiny_llama(0)
+    model.update(tree_map(mx.zeros_like, model.parameters()))
+    prompts = [Prompt((1, 2, 3), Sampling(temperature=1.0, max_tokens=150)) for _ in range(8)]
+    rows = decode(model, model, prompts, k=4, vocabulary=97, seed=1)
+    assert sum(round.accepted for row in rows for round in row.rounds) > 800, "most tokens are the draft's"
+    text = np.array([row.output for row in rows])
+    pairs = text[:, 1:].size
+    for distance in (1, 2, 3):
+        equal = int((text[:, distance:] == text[:, :-distance]).sum())
+        assert equal < 3 * pairs / 97, distance

@@ -51,6 +51,14 @@ def test_a_stop_string_across_tokens_never_shows() -> None:
     assert all("E" not in piece for piece in pieces)
 
 
+@pytest.mark.parametrize(("text", "stop"), [("xaab", "aab"), ("ababac", "abac"), ("xnnnny", "nnny")])
+def test_the_longest_beginning_of_a_stop_string_is_withheld(text: str, stop: str) -> None:
+    """Shorter ones that the text also ends in would let the first letters out."""
+    pieces, stopped = streamed(text, stop)
+    assert stopped
+    assert "".join(pieces) == text[: text.index(stop)]
+
+
 def test_text_withheld_for_a_possible_stop_string_is_shown_later() -> None:
     pieces, stopped = streamed("an ENvelope", "END")
     assert not stopped and "".join(pieces) == "an ENvelope."

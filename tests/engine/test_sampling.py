@@ -1,5 +1,7 @@
 """The sampling transform equals mlx-lm's, row by row, and the shared noise depends only on seed and position."""
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -8,7 +10,17 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from service.core import Sampling
-from service.engine.sampling import SamplingBatch, SharedNoise, fit, gumbel, noise_key, shared_noise, transform
+from service.engine.sampling import (
+    SamplingBatch,
+    SharedNoise,
+    choose,
+    draw,
+    fit,
+    gumbel,
+    noise_key,
+    shared_noise,
+    transform,
+)
 from service.engine.top_logprobs import tail_mass, top_logits
 from tests.support.oracle import filtered_logprobs, seeded_key, seeded_noise
 from tests.support.typed import as_float
@@ -40,6 +52,15 @@ def test_a_mixed_batch_equals_mlx_lm_row_by_row(rows: list[Sampling], seed: int)
         assert np.allclose(np.exp(np.array(ours[i])), np.exp(np.array(theirs)), atol=1e-5)
 
 
+@pytest.mark.parametrize("only", [{"top_p": 0.5}, {"min_p": 0.3}, {"top_k": 5}], ids=["top_p", "min_p", "top_k"])
+def test_each_filter_works_where_no_row_has_another(only: dict[str, Any]) -> None:
+    """What no row needs is not computed."""
+    sampling, logits = Sampling(temperature=0.8, **only), mx.random.normal((1, 2, 61), key=mx.random.key(2)) * 3
+    ours = np.array(transform(logits, SamplingBatch.of([sampling], 61)))[0]
+    assert np.allclose(np.exp(ours), np.exp(np.array(filtered_logprobs(logits[0], sampling))), atol=1e-5)
+    assert np.isneginf(ours).any(axis=-1).all()
+
+
 def test_greedy_rows_ignore_the_filters_of_other_rows() -> None:
     logits = mx.random.normal((2, 1, 50), key=mx.random.key(0))
     batch = SamplingBatch.of([Sampling(), Sampling(temperature=0.5, top_k=3)], 50)
@@ -64,6 +85,19 @@ def test_noise_is_a_function_of_seed_and_position() -> None:
     whole = made.first(3)
     assert whole is not None and mx.array_equal(whole, noise)
     assert SharedNoise(SamplingBatch.of([Sampling()], 33), [0], 33).first(3) is None
+
+
+def test_a_seeded_row_beside_an_unseeded_one_draws_by_its_own_noise() -> None:
+    """Under the match rule a draft that draws otherwise is right no more often than chance has it."""
+    rows = [Sampling(temperature=1.0, seed=5), Sampling(temperature=1.0), Sampling()]
+    batch = SamplingBatch.of(rows, 33)
+    logp, noise = (
+        transform(mx.random.normal((3, 2, 33), key=mx.random.key(1)), batch),
+        shared_noise(batch, [4] * 3, 2, 33),
+    )
+    drawn = np.stack([np.array(draw(logp, batch, noise, mx.random.key(key))) for key in range(40)])
+    assert (drawn[:, [0, 2]] == np.array(choose(logp, noise))[[0, 2]]).all()
+    assert len(np.unique(drawn[:, 1, 0])) > 5, "each call draws anew"
 
 
 GOLDEN_KEYS = {

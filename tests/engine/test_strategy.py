@@ -18,12 +18,14 @@ from service.engine import device
 from service.engine.adapters import bare
 from service.engine.costs import Costs, Load
 from service.engine.decoder import Decoder
+from service.engine.evidence import RoundEvidence
 from service.engine.kv.cache import RowCache
 from service.engine.kv.paged_layer import PagedLayer
 from service.engine.kv.prefix import PrefixCache
 from service.engine.planner import Choice, Match, Planner
 from service.engine.request import Request
 from service.engine.rounds import Plan, Step
+from service.engine.sampling import SamplingBatch, transform
 from service.engine.strategy import CPU, CUDA, METAL, Strategy, using
 from tests.support.automaton import Automaton
 from tests.support.batches import decode
@@ -394,6 +396,19 @@ def test_the_evidence_is_the_same_as_on_a_cpu(
             for name in ("logprobs", "sampled", "top_ids", "top_logprobs", "tails"):
                 assert np.allclose(getattr(one, name), getattr(other, name), atol=1e-4), name
                 assert getattr(one, name).base is None, "nothing of other rows stays with it"
+
+
+def test_evidence_of_greedy_rows_beside_sampled_ones_is_their_own() -> None:
+    """The log-probability of a draw is that after the sampling transform; a greedy token was not drawn."""
+    samplings = [Sampling(), Sampling(temperature=0.7), Sampling(), Sampling(temperature=1.5, top_k=40)]
+    batch = SamplingBatch.of(samplings, VOCABULARY)
+    logits = mx.random.normal((4, 3, VOCABULARY), key=mx.random.key(0)) * 3
+    distribution = transform(logits, batch)
+    emitted = mx.argmax(logits, axis=-1)
+    found = RoundEvidence.of(logits, distribution, batch, emitted, None).positions.sampled.reshape(4, 3)
+    drawn = mx.take_along_axis(distribution, emitted[..., None], axis=-1)[..., 0]
+    assert mx.allclose(found[1::2], drawn[1::2]) and (drawn < 0).all()
+    assert (found[::2] == 0).all()
 
 
 @contextmanager

@@ -1282,6 +1282,25 @@ def test_selected_requests_under_way_are_not_recorded_and_all_cached_prefixes_go
     assert [one.prompt.client for one in harness.generations] == ["ada", "bob", "bob", "ada"]
 
 
+def test_a_selected_request_in_the_middle_of_its_prefill_is_not_recorded() -> None:
+    forgotten: list[Future[None]] = []
+
+    def forget(client: Client) -> None:
+        prefilling = [ticket.prompt.client for ticket in harness.thread._scheduler.prefilling]
+        if not forgotten and prefilling == ["ada"]:
+            forgotten.append(harness.thread.forget(Selection(client="ada")))
+
+    with EngineHarness(rows=2) as harness:
+        running = harness.submit(replace(long_prompts(1, 200)[0], client="bob"), forget)
+        assert running.started.wait(PATIENCE)
+        long = harness.submit(replace(prompt(0, 701, 4), client="ada"))
+        long.finished()
+        running.finished()
+        assert forgotten, "it was prefilled in chunks"
+        forgotten[0].result(PATIENCE)
+    assert [one.prompt.client for one in harness.generations] == ["bob"]
+
+
 def test_whoever_asked_for_a_change_that_ends_the_thread_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with EngineHarness(hang_seconds=2.0) as harness:
         assert harness.engine is not None

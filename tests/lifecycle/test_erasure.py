@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import psutil
 import pytest
+from sqlalchemy import select
 
 from service.core import (
     BARE_DRAFT,
@@ -19,6 +20,7 @@ from service.core import (
     Unavailable,
 )
 from service.lifecycle import cleaning, erasing
+from service.store.tables import members
 from tests.support.lifecycle_server import ENOUGH, WHO, Installation, Server, check_consistent, generation
 from tests.support.store_rows import HELD_OUT_TEXT
 
@@ -234,6 +236,23 @@ def test_every_place_forgets_before_the_rows_go(installation: Installation) -> N
         server.supervisor.erase(asked)
         assert seen == [("one", asked, 2), ("another", asked, 2)]
         assert server.generations.stats().generations == 1
+
+
+def test_a_process_says_that_it_has_forgotten_only_then(installation: Installation) -> None:
+    """Whoever erases deletes the rows as soon as all processes have said so."""
+
+    def said() -> int:
+        with server.stores.database.read() as connection:
+            return connection.execute(select(members.c.erased)).scalar_one()
+
+    seen: list[int] = []
+    installation.forget["one"] = lambda selection: seen.append(said())
+    with installation.server() as server:
+        add(server, ["a", "b"])
+        for number, name in enumerate(("a", "b"), 1):
+            server.supervisor.erase(of(name))
+            assert said() == number
+    assert seen == [0, 1]
 
 
 def test_an_erasure_that_failed_is_completed_by_the_next_one(installation: Installation) -> None:

@@ -19,12 +19,13 @@ def decide(
     active: Sequence[Score],
     costs: Sequence[float] | None = None,
     golden: tuple[Sequence[Score], Sequence[Score]] = ((), ()),
+    active_costs: Sequence[float] | None = None,
     **changes: float,
 ) -> Verdict:
     rules = {"min_prompts": 30, "min_tokens": 2000, "domain_tolerance": 0.02, "resamples": 400, "seed": 1, **changes}
     seed, resamples = int(rules.pop("seed")), rules.pop("resamples")
     gate = GateSettings.model_validate(rules | {"bootstrap": resamples})
-    return judge(candidate, active, gate, golden=golden, seconds=costs, seed=seed)
+    return judge(candidate, active, gate, golden=golden, seconds=costs, active_seconds=active_costs, seed=seed)
 
 
 def noisy(rng: np.random.Generator, count: int, gain: float) -> tuple[list[Score], list[Score]]:
@@ -125,6 +126,10 @@ def test_too_little_evidence_promotes_nothing(prompts: int, tokens: int, missing
     assert verdict.gain == pytest.approx(1.0)
 
 
+def test_as_much_evidence_as_is_asked_for_is_enough() -> None:
+    assert decide(scores([20] * 30), scores([40] * 30), min_prompts=30, min_tokens=3000).promoted
+
+
 def test_nothing_to_compare_on_promotes_nothing() -> None:
     assert not decide([], []).promoted
 
@@ -178,6 +183,18 @@ def test_a_domain_blocks_when_it_is_probably_beyond_the_tolerance_and_surely_wor
     assert not verdict.promoted and "worse on b" in verdict.reason
     slightly = scores([35] * 40) + scores([50.5] * 20, domain="b", start=40)
     assert decide(slightly, active).promoted, "surely worse, but within the tolerance"
+
+
+def test_a_domain_among_many_blocks_only_where_it_is_surer_to_be_worse() -> None:
+    worse = 50 * np.random.default_rng(0).normal(1.05, 0.08, 20)
+    active = scores([50] * 40) + scores([50] * 20, domain="b", start=40)
+    candidate = scores([35] * 40) + scores(worse, domain="b", start=40)
+    alone = decide(candidate, active, resamples=4000)
+    assert not alone.promoted and "worse on b" in alone.reason
+    others = [score for i in range(8) for score in scores([50] * 6, domain=f"c{i}", start=100 + 10 * i)]
+    among = decide(candidate + others, active + others, resamples=4000)
+    assert among.domains["b"] == pytest.approx(alone.domains["b"]), "the interval that is shown stays"
+    assert among.promoted
 
 
 @pytest.mark.nightly
@@ -364,6 +381,20 @@ def test_a_loss_on_the_golden_set_blocks() -> None:
     assert not verdict.promoted and "worse on golden set" in verdict.reason
     assert decide(*good, golden=(scores([50.5] * 40, start=1000), golden)).promoted, "within the tolerance"
     assert decide(*good, golden=(scores([60] * 4, start=1000), scores([50] * 4, start=1000))).promoted, "too few"
+
+
+def test_golden_texts_and_domains_are_compared_at_what_each_adapter_costs() -> None:
+    """Both need as many calls, and the candidate's rounds take less time."""
+    equal, golden = scores([50] * 40), scores([50] * 40, start=1000)
+    slower = tuple(1.25 * cost for cost in SHORT)
+    cheaper = decide(equal, equal, SHORT, (golden, golden), slower)
+    assert cheaper.promoted
+    assert cheaper.domains == {name: pytest.approx((0.25,) * 3) for name in ("a", GOLDEN)}
+    # One that is better by its calls is worse on the golden set, where it saves none.
+    verdict = decide(scores([35] * 40), equal, slower, (golden, golden), SHORT)
+    assert verdict.domains["a"] == pytest.approx((50 / 35 / 1.25 - 1,) * 3)
+    assert verdict.domains[GOLDEN] == pytest.approx((1 / 1.25 - 1,) * 3)
+    assert not verdict.promoted and "worse on golden set" in verdict.reason
 
 
 def test_four_conversations_are_no_evidence_however_many_texts_they_have() -> None:

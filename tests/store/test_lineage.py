@@ -24,6 +24,7 @@ from service.store.backends import sqlite
 from service.store.database import Database
 from service.store.log.generations import Generations
 from service.store.log.run_texts import Role
+from service.store.processes.erasures import Erasures
 from service.store.registry.adapters import Adapters
 from service.store.registry.lineage import Lineage
 from service.store.registry.runs import Runs
@@ -138,6 +139,16 @@ def test_retired_adapters_give_way_to_their_nearest_ancestor_that_learnt_none_of
     assert house.states()[second.id] is house.states()[third.id] is revoked
 
 
+def test_an_adapter_that_was_rolled_back_is_revoked_too(house: House) -> None:
+    first = house.learn("a")
+    second = house.learn("b")
+    house.adapters.roll_back(second.id, first.id, LOST)
+    assert house.lineage.erase(of("b"), retire_adapters=True) == Erased(1, (second.id,), (second.id,))
+    assert house.states() == {first.id: AdapterState.ACTIVE, second.id: AdapterState.REVOKED}
+    with pytest.raises(IllegalMove, match="revoked"):
+        house.adapters.activate(second.id, WHO.target, WHO.draft)
+
+
 def test_where_no_ancestor_is_left_the_bare_draft_serves(house: House) -> None:
     first = house.learn("a")
     second = house.learn("b")
@@ -179,6 +190,24 @@ def test_runs_and_held_out_texts_are_found(house: House) -> None:
     assert house.lineage.runs(of("measured")) == set()
     assert house.lineage.held_out(of("a", "measured"))
     assert not house.lineage.held_out(of("a", "b"))
+
+
+def test_other_processes_read_what_is_to_be_erased_as_it_was_said(database: Database) -> None:
+    asked = [
+        of("a", "b"),
+        Selection(api_key="ada"),
+        Selection(client="bob"),
+        Selection(domain="code"),
+        Selection(before=START),
+        Selection(ids=frozenset({"a"}), api_key="ada", client="bob", domain="code", before=START),
+        Selection(everything=True),
+    ]
+    erasures = Erasures(database)
+    numbers = [erasures.ask(each) for each in asked]
+    assert erasures.asked() == list(zip(numbers, asked, strict=True))
+    for number in numbers:
+        erasures.end(number)
+    assert erasures.asked() == []
 
 
 @SQLITE

@@ -6,8 +6,9 @@ from itertools import pairwise
 import pytest
 
 from service.core import Prompt, Sampling
+from service.learning.scoring.score import held_out
 from service.store.database import Database
-from service.store.log.generations import Generations
+from service.store.log.generations import HELD_OUT, Generations, split_of
 from service.store.log.rows import id_bytes
 from service.store.log.sampler import MIN_TEXTS, Text, capped, conversation, sample, text
 from tests.support.databases import BY_NIGHT
@@ -93,3 +94,14 @@ def test_a_conversation_brings_all_of_its_turns_to_the_pool(store: Generations) 
     pool = store.held_out_texts(WHO, 551)
     assert len(pool) == 600
     assert len({one.conversation for one in pool}) == 551
+
+
+def test_a_gate_leaves_out_conversations_that_practice_began_like(store: Generations) -> None:
+    """Messages of white space alone are one conversation, whatever their prompts' tokens: no template says so."""
+    blank = next(" " * n for n in range(1, 99) if split_of(" " * n) == HELD_OUT)
+    alike, other = generation(first_user=blank, tokens=[7, 8]), generation(first_user=texts("held_out", 600)[-1])
+    store.add([alike, other]).result()
+    seed = logged("seed", blank, prompt=9)
+    before = {one.id for one in held_out(store, WHO, limit=10**4, run=1)}
+    assert {alike.id, other.id} <= before
+    assert {one.id for one in held_out(store, WHO, limit=10**4, run=1, seeds=[seed])} == before - {alike.id}

@@ -14,7 +14,7 @@ from sqlalchemy import select
 from service.core import BadRequest, Erased, Generation, Provenance, Round, RunState, Sampling, Selection, Trigger
 from service.store.database import Database
 from service.store.log.generations import Generations, split_of
-from service.store.log.rows import target_bytes, values_of
+from service.store.log.rows import id_bytes, target_bytes, values_of
 from service.store.log.run_texts import PAGE
 from service.store.log.training_texts import TrainingTexts, UntrainedCounts
 from service.store.registry.lineage import Lineage
@@ -175,6 +175,15 @@ def test_after_lists_later_generations_newest_first(database: Database) -> None:
 @given(st.text())
 def test_the_split_is_a_function_of_the_text(first_user: str) -> None:
     assert split_of(first_user) == split_of(str(first_user)) in ("train", "held_out")
+
+
+def test_prompts_without_a_message_are_split_by_their_tokens(database: Database) -> None:
+    store = Generations(database)
+    made = [generation(first_user="", tokens=[i], cases=[]) for i in range(60) for _ in range(2)]
+    store.add(made).result()
+    held = {one.prompt.tokens for one in made if split_of(id_bytes(one.prompt.tokens).hex()) == "held_out"}
+    assert 3 < len(held) < 30
+    assert {one.prompt.tokens for one in store.held_out(WHO, 100)} == held, "every answer to a prompt is on its side"
 
 
 def test_one_prompt_in_five_is_held_out() -> None:

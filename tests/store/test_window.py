@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from sqlalchemy import update
+
 from service.core import RunState, Trigger
 from service.store.database import Database
 from service.store.log.generations import Generations
 from service.store.log.training_texts import TrainingTexts
 from service.store.registry.adapters import Adapters
 from service.store.registry.runs import Runs
+from service.store.tables import generations
 from tests.support.store_rows import ADAPTERS, HELD_OUT_TEXT, LOST, WHO, WON, case, generation
 
 
@@ -72,3 +75,19 @@ def test_quarantined_texts_are_not_trained_on_again(database: Database) -> None:
     run = run_on_all(database)
     assert [g.id for g in TrainingTexts(database).claimed(run)] == [good.id]
     assert TrainingTexts(database).window(WHO, run, 50) == []
+
+
+def test_rows_of_older_releases_that_are_on_neither_side_are_not_trained_on(database: Database) -> None:
+    """Answers under a grammar were recorded so: too little of them is stored."""
+    store, texts = Generations(database), TrainingTexts(database)
+    earlier, neither = generation(), generation()
+    store.add([earlier, neither]).result()
+    aside = update(generations).where(generations.c.id == neither.id).values(split="constrained")
+    database.write(lambda connection: connection.execute(aside).rowcount).result()
+    assert texts.untrained(WHO).generations == 1
+    ended(database, run_on_all(database), rolled_back=False)
+    store.add([generation()]).result()
+    run = run_on_all(database)
+    assert [g.id for g in texts.window(WHO, run, 50)] == [earlier.id]
+    assert neither.id not in texts.seeds(WHO, 50)
+    assert store.held_out(WHO, 50) == []
