@@ -104,6 +104,14 @@ def test_a_finite_q_at_an_unusable_position_biases_no_draw() -> None:
         assert p_value(np.bincount(behind, minlength=4), p) > 1e-4
 
 
+@pytest.mark.parametrize(("usable", "count"), [([1, 1, 1], 3), ([1, 0, 1], 1), ([0, 1, 1], 0), ([1, 1, 0], 2)])
+def test_the_match_rule_accepts_nothing_that_was_not_proposed(usable: list[int], count: int) -> None:
+    """A place that nothing was proposed for holds some token, which may be the target's own choice."""
+    chosen = mx.array([[5, 6, 7, 8]])
+    accepted, following = accept.match(chosen, chosen[:, :3], mx.array([usable]) > 0)
+    assert (accepted.tolist(), following.tolist()) == ([count], [5 + count])
+
+
 def test_a_rejection_that_leaves_no_residual_draws_from_the_target() -> None:
     """Rounding can put q above p at the proposed token while p is above q at no other; here it is exaggerated."""
     p = np.array([0.25, 0.25, 0.25, 0.25])

@@ -139,6 +139,13 @@ def test_retired_adapters_give_way_to_their_nearest_ancestor_that_learnt_none_of
     assert house.states()[second.id] is house.states()[third.id] is revoked
 
 
+def test_the_parent_serves_where_only_the_adapter_that_served_learnt_the_text(house: House) -> None:
+    first = house.learn("a")
+    second = house.learn("b")
+    assert house.lineage.erase(of("b"), retire_adapters=True) == Erased(1, (second.id,), (second.id,))
+    assert house.states() == {first.id: AdapterState.ACTIVE, second.id: AdapterState.REVOKED}
+
+
 def test_an_adapter_that_was_rolled_back_is_revoked_too(house: House) -> None:
     first = house.learn("a")
     second = house.learn("b")
