@@ -16,6 +16,7 @@ import typer
 from service.cli.console import agrees, at_terminal, err, out, stages, table, write_json
 from service.cli.options import Config, Database, Draft, Json, Target, settings_from
 from service.core import RedraftError, StoreError
+from service.open_files import OpenFilesLimit
 from service.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -185,6 +186,7 @@ def doctor(
         ("precision", found.precision),
         ("matrix speed", products),
         ("fast BLAS", found.blas or "none"),
+        ("open files", _open_files(found.open_files)),
         ("memory", f"{found.host_memory / gib:.1f} GiB"),
         ("memory free", f"{found.host_memory_free / gib:.1f} GiB"),
         ("draft", how),
@@ -206,6 +208,11 @@ def doctor(
     write_json(json, asdict(found) | {name: each for name, each in more.items() if each is not None})
     if found.problems:
         raise typer.Exit(1)
+
+
+def _open_files(limit: OpenFilesLimit) -> str:
+    soft, hard = ("no limit" if each is None else f"{each:,}" for each in (limit.soft, limit.hard))
+    return soft if soft == hard else f"{soft}; hard limit {hard}, towards which `serve` raises it"
 
 
 def _memory(settings: Settings, names: Sequence[str], free: int) -> dict[str, int] | None:
