@@ -42,6 +42,8 @@ _THETA = {"gpt_neox": "rotary_emb_base"}
 _PARTIAL = {"gpt_neox": "rotary_pct"}
 _LOCAL_THETA = {"mimo_v2_flash": "swa_rope_theta", "plamo3": "rope_local_theta"}
 """Keys of families that do not use the common `rope_theta`, `partial_rotary_factor` and `rope_local_base_freq`."""
+_REQUIRE_SCALING = {"exaone4", "glm4_moe", "llama4"}
+"""Families whose `rope_scaling` has no default."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _UNSCALED = {"default", "mrope"}
 """Types that leave the frequencies as they are. mrope assigns positions to images; text has the usual ones."""
@@ -118,6 +120,8 @@ def _with_keys(part: Mapping[str, Any], families: set[str | None]) -> Config:
     if sliding is not None:
         _put(lifted, _LOCAL_THETA.get(family, "rope_local_base_freq"), _number(sliding, "rope_theta"))
     _put_scaling(lifted, full)
+    if families & _REQUIRE_SCALING:
+        lifted.setdefault("rope_scaling", None)
     return lifted
 
 
@@ -140,7 +144,6 @@ def _put_scaling(lifted: Config, entry: Config) -> None:
     if kind in _UNSCALED:
         if old is not None and _type(old) not in _UNSCALED:
             raise _contradiction("rope_scaling", old, entry)
-        lifted.setdefault("rope_scaling", None)
         return
     # Some families read `type`, others `rope_type`.
     scaling = {name: value for name, value in entry.items() if name not in {"rope_theta", "partial_rotary_factor"}}

@@ -120,9 +120,9 @@ def built(family: str, keys: Mapping[str, Any], *, lift: bool = False) -> Any:
 
 
 def computed(model: nn.Module, family: str) -> list[mx.array]:
-    """What a model makes of some tokens; of one that does not run on this device, the bases of its RoPE."""
+    """What a model makes of some tokens; of one that does not run on this device, its RoPE's bases and scales."""
     if family in METAL and not mx.metal.is_available():
-        return [mx.array(module.base) for module in model.modules() if isinstance(module, nn.RoPE)]
+        return [mx.array([module.base, module.scale]) for module in model.modules() if isinstance(module, nn.RoPE)]
     call: Any = model
     return [call(mx.array([[5, 9, 13, 60, 2, 7, 41, 33]]), cache=make_prompt_cache(model))]
 
