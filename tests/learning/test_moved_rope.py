@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,9 +61,8 @@ def bundled(root: Path) -> LoggedPair:
         ),
     ],
 )
-def test_the_child_learns_the_same(make: object, tmp_path: Path, databases: Databases) -> None:
-    assert callable(make)
-    pair: LoggedPair = make(tmp_path)
+def test_the_child_learns_the_same(make: Callable[[Path], LoggedPair], tmp_path: Path, databases: Databases) -> None:
+    pair = make(tmp_path)
     folders = [with_moved_rope(folder, tmp_path / "moved" / folder.name) for folder in (pair.target, pair.draft)]
     moved = replace(pair, target=folders[0], draft=folders[1])
     results: list[tuple[list[float], list[np.ndarray]]] = []
