@@ -181,7 +181,7 @@ def test_a_server_answers_the_same_with_a_base_inside_rope_parameters(
         server.start()
         try:
             body = {"prompt": text, "max_tokens": 32, "temperature": 0.0, "chat_template": False, "return_tokens": True}
-            answer = server.request("POST", "/generate", body).json()
+            answer = server.request("POST", "/generate", body, timeout=300.0).json()
         finally:
             assert server.stop() == 0
         assert answer["tokens"] == expected
