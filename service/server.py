@@ -50,6 +50,7 @@ from service.models.memory import device_free_bytes
 from service.models.pair import Pair, load_pair
 from service.models.text import TextEncoder, bytes_per_token
 from service.models.tokens import streaming_detokenizer
+from service.open_files import raise_open_files_limit
 from service.settings import Settings
 from service.store.access.key_ring import REFRESH_SECONDS, KeyRing
 from service.store.access.local_token import make_token, read_token
@@ -429,6 +430,7 @@ def run_server(settings: Settings, on_ready: Callable[[str, str | None], None]) 
     """
     # The database, its log, adapters and logs hold what clients wrote: nothing of it is for other users of this machine.
     os.umask(0o077)
+    raise_open_files_limit()
     server: Server | None = None
     fatal: list[str] = []
     unable: list[BaseException] = []

@@ -7,16 +7,20 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from service.cli.console import agrees, at_terminal, err, out, stages, table, write_json
 from service.cli.options import Config, Database, Draft, Json, Target, settings_from
 from service.core import RedraftError, StoreError
+from service.open_files import OpenFilesLimit
 from service.settings import Settings
+
+if TYPE_CHECKING:
+    import mlx.nn as nn
 
 log = logging.getLogger(__name__)
 
@@ -188,6 +192,7 @@ def doctor(
         ("precision", found.precision),
         ("matrix speed", products),
         ("fast BLAS", found.blas or "none"),
+        ("open files", _open_files(found.open_files)),
         ("memory", f"{found.host_memory / gib:.1f} GiB"),
         ("memory free", f"{found.host_memory_free / gib:.1f} GiB"),
         ("draft", how),
@@ -196,6 +201,12 @@ def doctor(
         ("database", database),
         *((f"version of {name}", version) for name, version in found.versions.items()),
     ]
+    loaded = None
+    if found.device_memory_free is not None:
+        try:
+            loaded = _models_at_hand(settings, names)
+        except RedraftError as error:
+            found.problems.append(str(error))
     table("redraft doctor", ("what", "here"), rows)
     for problem in found.problems:
         out.print(f"! {problem}", style="red", highlight=False)
@@ -203,7 +214,9 @@ def doctor(
         out.print(f"warning: {warning}", style="yellow", highlight=False)
     if not found.problems and not found.warnings:
         out.print("nothing is wrong", style="green")
-    memory = None if found.device_memory_free is None else _memory(settings, names, found.device_memory_free)
+    memory = None
+    if loaded is not None and found.device_memory_free is not None:
+        memory = _memory(settings, loaded, found.device_memory_free)
     timed = _speed(settings) if speed and not found.problems else None
     more = {"database": database, "memory": memory, "speed": timed}
     write_json(json, asdict(found) | {name: each for name, each in more.items() if each is not None})
@@ -211,13 +224,24 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _memory(settings: Settings, names: Sequence[str], free: int) -> dict[str, int] | None:
-    """What serving these models takes, in bytes, printed as a table; None where they are not at hand. free: bytes of the
-    device's memory."""
-    from service.engine.device import cache_limit
-    from service.engine.footprint import plan_memory, weight_bytes
-    from service.engine.strategy import current
-    from service.learning.loading import training_bytes
+@dataclass(frozen=True, slots=True)
+class ModelsAtHand:
+    """Folders of a target and its draft that are on disk, and the models in them, whose weights are not read."""
+
+    target: Path
+    draft: Path | None
+    target_model: nn.Module
+    draft_model: nn.Module | None
+
+
+def _open_files(limit: OpenFilesLimit) -> str:
+    soft, hard = ("no limit" if each is None else f"{each:,}" for each in (limit.soft, limit.hard))
+    return soft if soft == hard else f"{soft}; hard limit {hard}, towards which `serve` raises it"
+
+
+def _models_at_hand(settings: Settings, names: Sequence[str]) -> ModelsAtHand | None:
+    """The models of these names without their weights, None where one is not on disk. Raises ModelError or PairError where
+    they cannot be served."""
     from service.models.machine import folders_at_hand
     from service.models.pair import unread_pair
 
@@ -225,11 +249,17 @@ def _memory(settings: Settings, names: Sequence[str], free: int) -> dict[str, in
     if len(folders) < len(names):
         return None
     target, draft = folders[0], folders[1] if len(folders) > 1 else None
-    try:
-        models = unread_pair(target, draft)
-    except RedraftError as error:
-        out.print(f"! {error}", style="red", highlight=False)
-        return None
+    return ModelsAtHand(target, draft, *unread_pair(target, draft))
+
+
+def _memory(settings: Settings, loaded: ModelsAtHand, free: int) -> dict[str, int]:
+    """What serving these models takes, in bytes, printed as a table. free: bytes of the device's memory."""
+    from service.engine.device import cache_limit
+    from service.engine.footprint import plan_memory, weight_bytes
+    from service.engine.strategy import current
+    from service.learning.loading import training_bytes
+
+    target, draft, models = loaded.target, loaded.draft, (loaded.target_model, loaded.draft_model)
     training, needed = settings.training, 0
     if draft is not None and training.enabled:
         needed = training_bytes(target, draft, rows=training.batch_size, length=training.max_length)

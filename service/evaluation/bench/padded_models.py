@@ -18,6 +18,7 @@ import mlx.core as mx
 from service.core import BadRequest, ModelError
 from service.evaluation.progress import OnProgress, silent
 from service.models.fingerprint import model_fingerprint
+from service.models.rope import with_rope_keys
 from service.models.vocabulary import FILE as VOCABULARY
 
 Weights = dict[str, mx.array]
@@ -72,7 +73,10 @@ def padded_pair(
 def pad(source: Path, folder: Path, shape: Shape, *, deeper: bool, bits: int | None = None) -> None:
     """Write a model of this shape with the outputs of the one in `source`. deeper: with the shape's number of layers, not the
     source's own. Raises ModelError for a source that is no Llama, is quantised, or does not fit."""
-    config: dict[str, Any] = json.loads((source / "config.json").read_text())
+    try:
+        config = with_rope_keys(json.loads((source / "config.json").read_text()))
+    except ValueError as error:
+        raise ModelError(f"{source} cannot be padded: {error}") from error
     if config.get("model_type") != "llama" or "quantization" in config:
         raise ModelError(f"{source} cannot be padded: it is no Llama, or quantised")
     small = Shape(

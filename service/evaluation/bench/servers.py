@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from service.core import BadRequest, python_command
+from service.core import BadRequest, ModelError, python_command
 from service.engine import device
 from service.engine.footprint import plan_memory, weight_bytes
 from service.engine.strategy import current
@@ -17,6 +18,7 @@ from service.learning.export import export_fused
 from service.models import vocabulary
 from service.models.memory import device_free_bytes
 from service.models.pair import unread_pair
+from service.models.rope import with_rope_keys
 from service.settings import Settings
 
 _MLX_LM = """
@@ -93,13 +95,33 @@ class ServerPlan:
 
     def mlx_lm(self, name: str, draft: Path | None) -> BenchServer:
         """`mlx_lm.server` with as many rows as there are clients. With a draft it drafts 3 tokens, one request at a time."""
-        drafting = ["--draft-model", str(draft)] if draft else []
+        scratch = self.folder / name
+        target = _readable_by_mlx_lm(self.target, scratch / "target")
+        drafting = ["--draft-model", str(_readable_by_mlx_lm(draft, scratch / "draft"))] if draft else []
 
         def command(port: int) -> list[str]:
-            words = python_command("-c", _MLX_LM, "--model", str(self.target), *drafting)
+            words = python_command("-c", _MLX_LM, "--model", str(target), *drafting)
             return [*words, "--port", str(port), "--log-level", "WARNING", "--decode-concurrency", str(self.rows)]
 
-        return BenchServer(ServerProcess(self.folder / name, command, "/health"), ask_chat)
+        return BenchServer(ServerProcess(scratch, command, "/health"), ask_chat)
+
+
+def _readable_by_mlx_lm(model: Path, folder: Path) -> Path:
+    """The model's folder. Where its config.json describes RoPE in keys that mlx-lm ignores: `folder`, with links to the model's
+    files and a config.json that mlx-lm reads. Raises ModelError."""
+    try:
+        written = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        config = with_rope_keys(written)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{model} cannot be loaded by mlx-lm: {error}") from error
+    if config == written:
+        return model
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in model.iterdir():
+        if file.name != "config.json":
+            (folder / file.name).symlink_to(file.resolve())
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
 
 
 SERVERS: dict[str, Callable[[ServerPlan], BenchServer | None]] = {
