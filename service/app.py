@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable, Generator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 TARGETS, PRACTICE = "targets", "practice"
 """In the home folder: the target's distributions for texts that were logged without them (learning.targets), and what it wrote
 for practice (learning.practice_text)."""
+LOG_SHARE, LEAST_LOG_BYTES, MOST_LOG_BYTES = 1 / 50, 512 * 2**20, 16 * 2**30
+"""Of the disk that holds SQLite's file, what recorded generations may take where `store.max_mb` says nothing."""
 LOGGED_ANSWERS = 2_000
 """The log's newest, of any target, among which a server that starts looks for outputs of its own."""
 
@@ -105,6 +108,18 @@ def resolve_models(settings: Settings, on_step: Callable[[str], None] = log.info
     return Folders(target, draft, general_set(chosen.target))
 
 
+def log_limit(settings: Settings) -> int | None:
+    """Bytes of recorded generations before the oldest are purged (`store.max_mb`); None: no limit."""
+    if settings.store.max_mb is not None:
+        return settings.store.max_mb * 2**20 or None
+    path = sqlite_path(settings.database_url)
+    if path is None:
+        return None
+    folder = next(each for each in path.absolute().parents if each.is_dir())
+    share = int(LOG_SHARE * shutil.disk_usage(folder).total)
+    return min(max(share, LEAST_LOG_BYTES), MOST_LOG_BYTES)
+
+
 def lifecycle_rules(settings: Settings, folders: Folders, who: Provenance) -> Rules:
     """What the lifecycle goes by: the settings, and what every training child of this pair gets."""
     spec: dict[str, object] = {
@@ -127,7 +142,8 @@ def lifecycle_rules(settings: Settings, folders: Folders, who: Provenance) -> Ru
         adapters=settings.adapters_dir,
         spec=spec,
         max_days=settings.store.max_days,
-        max_bytes=None if settings.store.max_mb is None else settings.store.max_mb * 2**20,
+        max_bytes=log_limit(settings),
+        keep_adapters=settings.store.keep_adapters,
         targets=settings.home / TARGETS,
         practice=settings.home / PRACTICE,
     )

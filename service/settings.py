@@ -137,9 +137,13 @@ class StoreSettings(Section):
     """Older generations beyond this many are purged by the tick, but for those that are replayed."""
     max_days: float | None = Field(default=None, gt=0)
     """Generations that were recorded longer ago are purged too, replayed ones among them; None: however old they are."""
-    max_mb: int | None = Field(default=None, ge=1)
+    max_mb: int | None = Field(default=None, ge=0)
     """Size (MiB) of the tokens, rounds and probabilities that are recorded, at most: beyond it the oldest are purged, replayed
-    ones among them; None: no bound but their number."""
+    ones among them. 0: no limit. None: a fiftieth of the disk that holds SQLite's file, between 512 MiB and 16 GiB; no limit
+    in PostgreSQL."""
+    keep_adapters: int = Field(default=3, ge=0)
+    """Retired and rolled-back adapters of each pair whose files are kept for a rollback, newest first. The active adapter and
+    those that it was trained on top of are always kept; the files of rejected, broken and revoked ones never."""
 
 
 class TrainingSettings(Section):

@@ -1,4 +1,4 @@
-"""GET /adapters, POST /adapters/{id}/activate, POST /adapters/rollback: the versions of the draft's adapter."""
+"""Versions of the draft's adapter: GET /adapters, DELETE /adapters/{id}, POST /adapters/{id}/activate, /adapters/rollback."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Expected = Annotated[int | None, Query(ge=0, lt=2**63), NUMERAL]
 
 
 def adapter_routes(service: GenerationService, operator: Operator, threads: CapacityLimiter) -> APIRouter:
-    """The routes that show adapter versions and change which one is active. threads: for calls that block."""
+    """The routes that show and delete adapter versions and change which one is active. threads: for calls that block."""
     router = APIRouter(route_class=StrictRoute)
 
     @router.get("/adapters")
@@ -32,6 +32,13 @@ def adapter_routes(service: GenerationService, operator: Operator, threads: Capa
     async def activate(adapter_id: AdapterId) -> SwitchAnswer:
         """Make this version the active one from the next round on; 0 is the bare draft."""
         return _switched(await to_thread.run_sync(operator.activate, adapter_id, limiter=threads))
+
+    @router.delete("/adapters/{id}")
+    async def remove(adapter_id: AdapterId) -> AdapterAnswer:
+        """Delete the files of a version that does not serve; 409 for the active one."""
+        return AdapterAnswer.model_validate(
+            await to_thread.run_sync(operator.remove_adapter, adapter_id, limiter=threads)
+        )
 
     @router.post("/adapters/rollback")
     async def rollback(expected: Expected = None) -> SwitchAnswer:

@@ -49,6 +49,7 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     "cases release": ("redraft cases release", "redraft cases release --run 7"),
     "adapters list": ("redraft adapters list", "redraft adapters list --json -"),
     "adapters activate": ("redraft adapters activate 3", "redraft adapters activate bare"),
+    "adapters remove": ("redraft adapters remove 3",),
     "adapters rollback": ("redraft adapters rollback", "redraft adapters rollback --expected 3"),
     "adapters export": ("redraft adapters export 3 folder", "redraft adapters export 3 folder --fuse"),
     "adapters push": ("redraft adapters push ORG/NAME --adapter 3 --base-model ORG/DRAFT",),

@@ -180,6 +180,18 @@ def activate(
 
 
 @adapters.command()
+def remove(
+    adapter: Annotated[
+        int, typer.Argument(parser=adapter_version, metavar=VERSION, help="A version that does not serve.")
+    ],
+    url: Url = LOCAL,
+) -> None:
+    """Delete the files of an adapter version. It cannot serve any more; its run and verdict stay on record."""
+    ask(url, "DELETE", f"/adapters/{adapter}")
+    out.print(f"the files of adapter {adapter} are deleted")
+
+
+@adapters.command()
 def rollback(
     url: Url = LOCAL,
     expected: Annotated[

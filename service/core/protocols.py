@@ -389,6 +389,11 @@ class Operator(Protocol):
         """Serve this adapter (0: the bare draft, returns None). Raises NotFound, Conflict, AdapterRefused."""
         ...
 
+    def remove_adapter(self, adapter_id: int) -> AdapterRef:
+        """Delete the files of an adapter that does not serve; one that might have served becomes REMOVED. Raises NotFound,
+        Conflict."""
+        ...
+
     def rollback(self, expected: int | None = None) -> AdapterRef | None:
         """Back to the active adapter's parent; None is the bare draft. expected: the version that is to be rolled back. Counts
         as a lost watch: what the adapter learnt from is quarantined and the next run waits. Raises Conflict when the bare draft

@@ -13,7 +13,8 @@ BARE_DRAFT = 0
 
 class AdapterState(StrEnum):
     """What became of an adapter. BROKEN: it cannot be loaded. REVOKED: it learnt texts that were erased, and an operator wants
-    it never to serve again. Which may follow which: ADAPTER_MOVES."""
+    it never to serve again. REMOVED: it might have served again, and its files were deleted. Which may follow which:
+    ADAPTER_MOVES."""
 
     CANDIDATE = "candidate"
     ACTIVE = "active"
@@ -22,6 +23,12 @@ class AdapterState(StrEnum):
     ROLLED_BACK = "rolled_back"
     BROKEN = "broken"
     REVOKED = "revoked"
+    REMOVED = "removed"
+
+    @property
+    def may_serve(self) -> bool:
+        """Whether it serves now or may serve later. The files of all others are deleted."""
+        return self in {self.CANDIDATE, self.ACTIVE, self.RETIRED, self.ROLLED_BACK}
 
 
 ADAPTER_MOVES: Mapping[AdapterState, frozenset[AdapterState]] = {
@@ -29,11 +36,16 @@ ADAPTER_MOVES: Mapping[AdapterState, frozenset[AdapterState]] = {
     AdapterState.ACTIVE: frozenset(
         {AdapterState.RETIRED, AdapterState.ROLLED_BACK, AdapterState.BROKEN, AdapterState.REVOKED}
     ),
-    AdapterState.RETIRED: frozenset({AdapterState.ACTIVE, AdapterState.BROKEN, AdapterState.REVOKED}),
-    AdapterState.ROLLED_BACK: frozenset({AdapterState.ACTIVE, AdapterState.BROKEN, AdapterState.REVOKED}),
+    AdapterState.RETIRED: frozenset(
+        {AdapterState.ACTIVE, AdapterState.BROKEN, AdapterState.REVOKED, AdapterState.REMOVED}
+    ),
+    AdapterState.ROLLED_BACK: frozenset(
+        {AdapterState.ACTIVE, AdapterState.BROKEN, AdapterState.REVOKED, AdapterState.REMOVED}
+    ),
     AdapterState.REJECTED: frozenset(),
     AdapterState.BROKEN: frozenset(),
     AdapterState.REVOKED: frozenset(),
+    AdapterState.REMOVED: frozenset(),
 }
 """What an adapter may become. A rolled-back adapter serves again only when an operator activates it."""
 

@@ -1,16 +1,18 @@
-"""Retention: old generations, and adapter folders that crashed runs left."""
+"""Retention: old generations, and the files of adapters that will not serve again."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import datetime, timedelta
 from itertools import chain
 from pathlib import Path
 
+from service.core import BARE_DRAFT, AdapterRef, AdapterState, IllegalMove
 from service.lifecycle.context import LifecycleContext
-from service.store.artifacts import sweep
+from service.store.artifacts import remove_folder, sweep
 
 log = logging.getLogger(__name__)
 
@@ -19,9 +21,10 @@ SWEEP_GRACE_SECONDS = 86_400.0
 
 
 def clean(context: LifecycleContext, *, child_under_way: bool) -> None:
-    """Delete generations beyond what the log may hold, in the background, targets and practice text that are too old or too
-    much, and folders that no row knows. Folders only while nobody trains: one may be about to be named. Of other databases'
-    folders this knows nothing: they have their grace."""
+    """Delete generations beyond what the log may hold, in the background; targets and practice text that are too old or too
+    many; and the folders of adapters that will not serve again, or that no row names. Folders are deleted only while nothing
+    trains, because a new one may be about to be named. Folders of other databases look the same: a shared root has a grace
+    period."""
     stores, rules = context.stores, context.rules
     before = None if rules.max_days is None else context.database_now() - timedelta(days=rules.max_days)
     purge = stores.generations.purge(rules.max_generations, before=before, max_bytes=rules.max_bytes)
@@ -34,10 +37,37 @@ def clean(context: LifecycleContext, *, child_under_way: bool) -> None:
     if child_under_way or stores.runs.unfinished():
         return
     context.discard_candidates("its run ended without a verdict")
-    known = [ref.folder for ref in stores.adapters.all()]
-    removed = sweep(rules.adapters, known, SWEEP_GRACE_SECONDS if context.members.shared else 0.0)
-    if removed:
-        log.info("removed %d adapter folders that no row knows", len(removed))
+    for ref in removable(stores.adapters.all(), rules.keep_adapters):
+        # Another process may have activated it, or removed it, in the meantime.
+        with suppress(IllegalMove):
+            stores.adapters.remove(ref.id)
+    known = stores.adapters.all()
+    doomed = [ref.folder for ref in known if not ref.state.may_serve and ref.folder.is_dir()]
+    for folder in doomed:
+        # Another process may be deleting the same one.
+        with suppress(FileNotFoundError):
+            remove_folder(folder)
+    grace = SWEEP_GRACE_SECONDS if context.members.shared else 0.0
+    orphans = sweep(rules.adapters, [ref.folder for ref in known], grace)
+    if doomed or orphans:
+        log.info("deleted %d folders of adapters that will not serve, %d of no adapter", len(doomed), len(orphans))
+
+
+def removable(known: Sequence[AdapterRef], keep: int) -> list[AdapterRef]:
+    """The adapters whose files nobody needs for a rollback: of each pair, the retired and rolled-back ones but for the newest
+    `keep`. The active adapter and those that it was trained on top of stay in any case. known: every adapter."""
+    by_id = {ref.id: ref for ref in known}
+    serving: set[int] = set()
+    for ref in known:
+        ancestor = ref.id if ref.state is AdapterState.ACTIVE else BARE_DRAFT
+        while ancestor != BARE_DRAFT and ancestor in by_id:
+            serving.add(ancestor)
+            ancestor = by_id[ancestor].parent
+    spare: dict[tuple[str | None, str], list[AdapterRef]] = {}
+    for ref in sorted(known, key=lambda ref: ref.id, reverse=True):
+        if ref.state in {AdapterState.RETIRED, AdapterState.ROLLED_BACK} and ref.id not in serving:
+            spare.setdefault((ref.target, ref.draft), []).append(ref)
+    return [ref for refs in spare.values() for ref in refs[keep:]]
 
 
 def _remove_older(root: Path, before: datetime) -> None:

@@ -42,6 +42,7 @@ class Rules:
     adapters: Path
     spec: Mapping[str, object]
     max_days: float | None = None
+    keep_adapters: int = 3
     max_bytes: int | None = None
     targets: Path | None = None
     practice: Path | None = None

@@ -20,6 +20,9 @@ READY_SECONDS = 60.0
 """How long a child that has done its job waits for another. The first checks of a promotion come sooner where there is traffic,
 and elsewhere the seconds that a child takes to start (14 on an H200) cost little."""
 
+LOG_BYTES = 8 * 2**20
+"""Size at which the log of children is rotated, when the next child starts."""
+
 
 class Process:
     """core.JobHandle: a child whose stdout is read on a thread of its own, so that its pipe never fills. keep: gets the
@@ -38,6 +41,7 @@ class Process:
         self._keep = keep
         self._waits = False
         log.parent.mkdir(parents=True, exist_ok=True)
+        _rotate(log)
         with log.open("ab") as stderr:
             # A session of its own: a Ctrl-C meant for the server must reach the server first, which then ends the
             # child.
@@ -127,6 +131,13 @@ class Process:
             self._messages.append(
                 cast("Mapping[str, object]", message if isinstance(message, dict) else {"type": "garbage"})
             )
+
+
+def _rotate(log: Path) -> None:
+    """Begin a new file where a log has reached LOG_BYTES. One earlier file stays, with `.1` behind its name."""
+    with contextlib.suppress(FileNotFoundError):
+        if log.stat().st_size >= LOG_BYTES:
+            log.replace(log.with_name(f"{log.name}.1"))
 
 
 class ProcessLauncher:

@@ -12,6 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from service.core import (
@@ -40,6 +41,7 @@ from service.lifecycle.machine import MachineStrain, somebody_here
 from service.lifecycle.practice_choice import PracticeChoice
 from service.lifecycle.practice_starter import PracticeStarter
 from service.lifecycle.watch import Watch
+from service.store.artifacts import remove_folder
 
 log = logging.getLogger(__name__)
 
@@ -364,7 +366,7 @@ class Supervisor:
         adapters, switching, who = self._context.stores.adapters, self._context.switching, self._context.who
         with self._lock:
             ref = None if adapter_id == BARE_DRAFT else adapters.get(adapter_id)
-            if ref is not None and ref.state in {AdapterState.CANDIDATE, AdapterState.REJECTED, AdapterState.BROKEN}:
+            if ref is not None and (ref.state is AdapterState.CANDIDATE or not ref.state.may_serve):
                 raise Conflict(f"adapter {adapter_id} is {ref.state}")
             if ref is not None and ref.draft != who.draft:
                 raise Conflict(f"adapter {adapter_id} belongs to another draft")
@@ -379,6 +381,24 @@ class Supervisor:
             if ref is not None:
                 self._watch.end(ref, "stays: an operator chose it")
             switching.switch(staged, ref, started)
+            return ref
+
+    def remove_adapter(self, adapter_id: int) -> AdapterRef:
+        """Delete the files of an adapter that does not serve. Raises NotFound, Conflict."""
+        adapters = self._context.stores.adapters
+        with self._lock:
+            ref = adapters.get(adapter_id)
+            if ref.state in {AdapterState.ACTIVE, AdapterState.CANDIDATE}:
+                raise Conflict(f"adapter {adapter_id} is {ref.state}: its files are needed")
+            if ref.state.may_serve:
+                try:
+                    ref = adapters.remove(adapter_id)
+                except IllegalMove as error:
+                    raise Conflict(str(error)) from error
+            elif not ref.folder.is_dir():
+                raise Conflict(f"adapter {adapter_id} is {ref.state}: its files were deleted already")
+            with suppress(FileNotFoundError):
+                remove_folder(ref.folder)
             return ref
 
     def rollback(self, expected: int | None = None) -> AdapterRef | None:

@@ -60,13 +60,18 @@ def sweep(root: Path, known: Collection[Path], grace_seconds: float = 0.0) -> li
         if path.resolve() not in known_paths and _left_over(path) and path.stat().st_mtime <= newest
     ]
     for path in orphans:
-        doomed = path
-        if path.suffix not in UNFINISHED:
-            # A folder half removed must still be known for what it is.
-            doomed = path.with_name(f"{path.name}.partial")
-            os.rename(path, doomed)
-        shutil.rmtree(doomed)
+        remove_folder(path)
     return orphans
+
+
+def remove_folder(path: Path) -> None:
+    """Delete the folder of an adapter, whole or half-written."""
+    doomed = path
+    if path.suffix not in UNFINISHED:
+        # A folder that is half deleted must be recognised as such after a crash.
+        doomed = path.with_name(f"{path.name}.partial")
+        os.rename(path, doomed)
+    shutil.rmtree(doomed)
 
 
 def _left_over(path: Path) -> bool:

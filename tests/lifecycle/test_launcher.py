@@ -99,3 +99,17 @@ def test_an_erasure_ends_it(started: Started) -> None:
     started.launcher.end_ready()
     assert first.exit_code() is not None
     started.launcher.end_ready()
+
+
+def test_the_log_of_children_is_rotated(started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, older = tmp_path / "child.log", tmp_path / "child.log.1"
+    monkeypatch.setattr(launcher, "LOG_BYTES", 100)
+    log.write_bytes(b"a" * 99)
+    started.do("train", fails=True)
+    assert log.read_bytes()[:99] == b"a" * 99 and not older.exists()
+    log.write_bytes(b"b" * 100)
+    started.do("train", fails=True)
+    assert older.read_bytes() == b"b" * 100 and b"b" not in log.read_bytes()
+    log.write_bytes(b"c" * 200)
+    started.do("train", fails=True)
+    assert older.read_bytes() == b"c" * 200, "one earlier file stays"

@@ -351,6 +351,14 @@ class InMemoryOperator:
                 return replace(ref, state=AdapterState.ACTIVE)
         raise NotFound(f"there is no adapter {adapter_id}")
 
+    def remove_adapter(self, adapter_id: int) -> AdapterRef:
+        for ref in self.known:
+            if ref.id == adapter_id:
+                if ref.state is AdapterState.ACTIVE:
+                    raise Conflict(f"adapter {adapter_id} is active")
+                return replace(ref, state=AdapterState.REMOVED)
+        raise NotFound(f"there is no adapter {adapter_id}")
+
     def rollback(self, expected: int | None = None) -> AdapterRef | None:
         if not self.known or expected not in {None, self.known[0].id}:
             raise Conflict("the bare draft serves already")

@@ -241,6 +241,7 @@ class Server:
                     backoff_seconds=installation.backoff,
                 ),
                 max_generations=installation.keep,
+                keep_adapters=installation.keep_adapters,
                 max_days=installation.max_days,
                 targets=installation.home / "targets",
                 practice=installation.home / "practice",
@@ -327,6 +328,7 @@ class Installation:
         self.who = WHO
         self.behind = timedelta()
         self.keep = 10_000
+        self.keep_adapters = 3
         self.max_days: float | None = None
         self.watch, self.backoff = ENOUGH, 0.0
         self.forget: dict[str, Forget] = {}

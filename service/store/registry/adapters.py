@@ -197,6 +197,16 @@ class Adapters:
 
         self._db.write(work).result()
 
+    def remove(self, adapter_id: int) -> AdapterRef:
+        """Record that an adapter that might have served again serves no more, because its files are about to be deleted. Raises
+        NotFound, IllegalMove."""
+
+        def work(connection: Connection) -> AdapterRef:
+            move_adapter(connection, adapter_id, AdapterState.REMOVED)
+            return self._ref(_row(connection, adapter_id))
+
+        return self._db.write(work).result()
+
     def record_evaluation(
         self, adapter_id: int, kind: EvaluationKind, verdict: Verdict, *, checks: int | None = None
     ) -> bool:
