@@ -20,6 +20,7 @@ from service.core.errors import (
     RedraftError,
     StoreError,
     TrainingFailed,
+    TrainingOutOfMemory,
     Unavailable,
 )
 from service.core.generation import (
@@ -169,6 +170,7 @@ __all__ = [
     "ToolCall",
     "TrafficPoint",
     "TrainingFailed",
+    "TrainingOutOfMemory",
     "TrainingRun",
     "Trigger",
     "Unavailable",

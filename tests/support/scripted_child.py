@@ -23,7 +23,7 @@ def send(kind: str, **message: object) -> None:
 
 
 def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGSEGV)
 
 
 def scores(folder: str | None, names: list[str]) -> list[dict[str, object]]:
