@@ -14,6 +14,7 @@ AFTER = ("promoted", "rejected", "failed", "out_of_memory", "timed_out", "ended"
 STATES = (
     ("timed_out", "the child did not end within %"),
     ("out_of_memory", "the child ended with exit code -9"),
+    ("out_of_memory", "the child was ended by signal 9"),
     ("out_of_memory", "training takes % GiB of memory and % GiB are free"),
     ("out_of_memory", "% GiB of the host''s memory are free, too little to train"),
     ("ended", "ended by an operator"),
@@ -23,6 +24,7 @@ STATES = (
     ("ended", "the adapter that it was trained on top of was revoked"),
     ("ended", "a text that it had read was erased"),
     ("lost", "its process ended while it ran"),
+    ("lost", "the server ended while it ran"),
     ("failed", "the child could not be started: %"),
     ("failed", "its child could not be started"),
     ("failed", "the engine could not load the candidate: %"),
@@ -31,7 +33,8 @@ STATES = (
 
 def open_runs(over: tuple[str, ...]) -> None:
     """Let one run of each pair be open, which is in none of these states."""
-    where = sa.text(f"state NOT IN ({', '.join(f"'{state}'" for state in over)})")
+    states = "', '".join(over)
+    where = sa.text(f"state NOT IN ('{states}')")
     op.create_index(INDEX, "training_runs", PAIR, unique=True, sqlite_where=where, postgresql_where=where)
 
 

@@ -15,8 +15,8 @@ DRIFT_SHARE = 0.25
 """After drift this share of the usual cases and tokens is enough: what is new has to be learnt soon, but not from nothing."""
 MAX_DOUBLINGS = 5
 """Of the time to wait after failures, or rollbacks, in a row."""
-SMALLER_AFTER = frozenset({RunState.OUT_OF_MEMORY, RunState.TIMED_OUT, RunState.LOST})
-"""Endings after which the next run is smaller. A server that was killed may have been killed for the memory of its run."""
+SMALLER_AFTER = frozenset({RunState.OUT_OF_MEMORY, RunState.TIMED_OUT})
+"""Endings after which the next run is smaller."""
 IDLE_SECONDS = 60.0
 """Practice starts when nothing was asked for so long."""
 RUN_MINUTES, LEAST_MINUTES = 15.0, 2.0

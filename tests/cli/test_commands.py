@@ -294,7 +294,7 @@ def put_aside(config: Path) -> int:
     stores.adapters.roll_back(ref.id, BARE_DRAFT, verdict)
     run = claimed(1)
     for _ in range(MAX_CRASHES):
-        runs.move(run.id, run.fencing, RunState.CRASHED)
+        runs.move(run.id, run.fencing, RunState.ENDED)
         run = runs.claim(trigger=Trigger.CASES, who=who, parent=BARE_DRAFT, limit=9) or run
     stores.close()
     return learnt.id

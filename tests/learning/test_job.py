@@ -121,7 +121,7 @@ def test_a_second_run_starts_from_the_first_and_reuses_its_targets(
 ) -> None:
     spec = home.spec(training={"epochs": 2})
     first = of_type(perform(spec), "candidate")[0]
-    home.runs.move(spec["run"], spec["fencing"], RunState.CRASHED)
+    home.runs.move(spec["run"], spec["fencing"], RunState.ENDED)
     # Without its weights the target cannot be run again.
     asleep = tmp_path / "target"
     asleep.mkdir()
@@ -173,7 +173,7 @@ def test_a_second_run_starts_from_the_first_and_reuses_its_targets(
 def test_undrafted_texts_get_the_cases_that_the_parent_would_have_left(home: Home, logged_pair: LoggedPair) -> None:
     first = home.spec(training={"epochs": 2})
     parent = of_type(perform(first), "candidate")[0]["folder"]
-    home.runs.move(first["run"], first["fencing"], RunState.CRASHED)
+    home.runs.move(first["run"], first["fencing"], RunState.ENDED)
     # As if every second text had been decoded without the draft; one position of them has a case already.
     own = case(0, tie=True)
     settled = tuple(g.id for g in logged_pair.logged if g.prompt.sampling.rule is AcceptRule.MATCH)
@@ -263,7 +263,7 @@ def test_a_run_that_was_cancelled_meanwhile_is_not_published(home: Home) -> None
 
     def give_up(message: Message) -> None:
         if message["type"] == "progress" and message["step"] == 1:
-            home.runs.move(spec["run"], spec["fencing"], RunState.CRASHED)
+            home.runs.move(spec["run"], spec["fencing"], RunState.ENDED)
 
     messages = perform(spec, give_up)
     assert of_type(messages, "progress")

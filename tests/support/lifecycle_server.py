@@ -360,7 +360,8 @@ def check_consistent(server: Server) -> None:
         twice = connection.execute(
             text(
                 "select count(*) from (select 1 from run_texts t join training_runs r on r.id = t.run"
-                " where t.role = 'new' and r.state in ('promoted', 'rejected') group by t.seq, r.draft having count(*) > 1) as twice"
+                " where t.role = 'new' and r.state in ('promoted', 'rejected')"
+                " group by t.seq, r.draft having count(*) > 1) as twice"
             )
         ).scalar()
     assert running == 0

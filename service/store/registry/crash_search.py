@@ -4,7 +4,7 @@ values."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from service.core import RunState
 
@@ -29,7 +29,7 @@ class PastRun:
 class Search:
     """What past runs say about the cause of crashes.
 
-    probe: the next run has to learn from these texts alone; empty: from any, but for those in `avoid`. suspects: how many texts
+    probe: the next run has to learn from these texts alone; empty: from any, but for those in `avoid` where there are others. suspects: how many texts
     the smallest unexplained crash leaves. culprit: a text that crashes every run that reads it. any_texts: runs crash whatever
     they read, so the cause is no text."""
 
@@ -55,32 +55,34 @@ def search(runs: Sequence[PastRun]) -> Search:
     crash. A crash whose texts a later run survived all at once had another cause, and so had those before it.
     """
     runs = _since_last_refutation(runs)
-    crashes = [(i, run.texts) for i, run in enumerate(runs) if run.state is RunState.CRASHED]
-    left = {i: texts - _union(run.texts for run in runs[i + 1 :] if run.survived) for i, texts in crashes}
-    crashes = [(i, texts) for i, texts in crashes if left[i]]
-    if not crashes:
+    read = {i: run.texts for i, run in enumerate(runs) if run.state is RunState.CRASHED}
+    left = {i: texts - _union(run.texts for run in runs[i + 1 :] if run.survived) for i, texts in read.items()}
+    left = {i: texts for i, texts in left.items() if texts}
+    if not left:
         return Search()
-    first, widest = crashes[0]
+    crashes = {i: read[i] for i in left}
+    first = min(crashes)
     judged = [i for i, run in enumerate(runs) if i > first and run.texts and run.state.judged]
     # The last time that a run crashed on one text alone, by that text.
-    alone = {next(iter(texts)): i for i, texts in crashes if len(texts) == 1}
+    alone = {next(iter(texts)): i for i, texts in crashes.items() if len(texts) == 1}
     for text, at in alone.items():
-        if any(min(i for i, texts in crashes if text in texts) < i < at for i in judged):
+        if any(min(i for i, texts in crashes.items() if text in texts) < i < at for i in judged):
             return Search(culprit=text, suspects=1)
-    crashed = [texts for _, texts in crashes]
-    any_texts = not judged and any(not a & b for a in crashed for b in crashed)
+    any_texts = not judged and any(not a & b for a in crashes.values() for b in crashes.values())
     found = Search(avoid=frozenset(alone), suspects=min(map(len, left.values())), any_texts=any_texts)
     if again := next((text for text in alone if judged), None):
         # Other texts were survived meanwhile: does this one still crash?
-        return _probing(found, {again})
-    if not judged and (rest := widest - _union(crashed[1:])) and len(crashes) > 1:
-        return _probing(found, rest)
-    unexplained = [texts for texts in reversed(left.values()) if texts and not texts & alone.keys()]
+        return replace(found, probe=frozenset({again}))
+    other_half = left[first] - _union(texts for i, texts in crashes.items() if i > first)
+    if other_half and len(crashes) > 1 and not judged:
+        return replace(found, probe=other_half)
+    unexplained = [texts for texts in reversed(left.values()) if not texts & alone.keys()]
     if not unexplained:
         return found
     smallest = min(unexplained, key=len)
-    reproduced = sum(smallest <= texts for texts in crashed) > 1
-    return _probing(found, _half(smallest) if reproduced or smallest in crashed else smallest)
+    reproduced = sum(smallest <= texts for texts in crashes.values()) > 1
+    whole = not reproduced and smallest not in crashes.values()
+    return replace(found, probe=smallest if whole else _half(smallest))
 
 
 def _since_last_refutation(runs: Sequence[PastRun]) -> Sequence[PastRun]:
@@ -98,7 +100,3 @@ def _half(texts: Set[int]) -> Texts:
 
 def _union(sets: Iterable[Texts]) -> Texts:
     return frozenset[int]().union(*sets)
-
-
-def _probing(found: Search, probe: Set[int]) -> Search:
-    return Search(frozenset(probe), found.avoid, found.suspects, None, found.any_texts)

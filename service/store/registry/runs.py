@@ -79,7 +79,7 @@ class Runs:
             if seeds is None:
                 crashes = crash_search(connection, who)
                 claimed = _to_learn(connection, who, crashes, limit)
-                settings[OWN_TEXTS] = crashes.open
+                settings |= {OWN_TEXTS: True} if crashes.open else {}
             else:
                 claimed = {Role.SEED: _seqs(connection, seeds)}
             if not any(claimed.values()):
@@ -347,7 +347,8 @@ def _open(connection: Connection, who: Provenance) -> Row[Any] | None:
 def _to_learn(connection: Connection, who: Provenance, crashes: Search, limit: int) -> dict[Role, list[int]]:
     """Numbers of the texts that the next run is claimed for. Suspected texts that were trained on before are in its window."""
     if not crashes.probe:
-        return {Role.NEW: list(connection.execute(untrained_generations(who, limit, crashes.avoid)).scalars())}
+        others = list(connection.execute(untrained_generations(who, limit, crashes.avoid)).scalars())
+        return {Role.NEW: others or list(connection.execute(untrained_generations(who, limit)).scalars())}
     probe = sorted(crashes.probe, reverse=True)[:limit]
     new = untrained_among(connection, who, probe)
     return {Role.NEW: [seq for seq in probe if seq in new], Role.WINDOW: [seq for seq in probe if seq not in new]}
