@@ -38,7 +38,8 @@ class Child:
         self._ended = False
         self._paused_since: float | None = None
         self._paused_before = 0.0
-        self._throttled = 0.0
+        self.throttled = 0.0
+        """For how many seconds it says that it was throttled."""
         self._reasons: set[Pause] = set()
         self._lock = threading.Lock()
 
@@ -66,7 +67,7 @@ class Child:
         try:
             for message in [parse(message) for message in self._handle.poll()]:
                 if isinstance(message, Throttled):
-                    self._throttled = message.seconds
+                    self.throttled = message.seconds
                 else:
                     self.inbox.append(message)
         except ValueError as error:
@@ -80,7 +81,7 @@ class Child:
             return
         elif code is not None:
             self.inbox.append(exit_failure(code))
-        elif self._timer() - self._started - self._paused_seconds() - self._throttled > limit_seconds:
+        elif self._timer() - self._started - self._paused_seconds() - self.throttled > limit_seconds:
             reason = f"the child did not end within {limit_seconds:g} s of work"
             self.inbox.append(Failed(reason, RunState.TIMED_OUT))
         else:

@@ -125,8 +125,8 @@ UNDRAFTED = ["half-1", "undrafted-other", "undrafted-2", "undrafted-1"]
 BAD = ["bad-half", "bad-unseen", "bad-2", "bad-1"]
 """Texts that the old code quarantined after three crashes."""
 FREE = ["free-2", "other-2", *UNDRAFTED, "free-1", "other-1", "stopped-1", "supplied-1", *BAD, "released-1", "few-1"]
-"""What no run of this draft has learnt: what the old code said, and BAD, and few-1, which a failed run had, and other-1, which a
-run of another draft has had: each draft may learn it."""
+"""What no run of this draft has learnt: what the old code said, and BAD, and few-1, which a failed run had, and other-1, which
+a run of another draft has had: each draft may learn it."""
 FREE_AFTER_START = [*FREE[:7], "open-2", "open-1", "other-1", "twice-1", *FREE[8:]]
 """The same once the open run has ended. Two runs had crashed over twice-1 before; the upgrade forgets those crashes
 (docs/decisions.md)."""
