@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from tests.support.databases import BOTH
 from tests.support.lifecycle_server import WHO, Installation, Server, check_consistent, generation
 
 TEXTS = 16
-RULES = {"min_cases": 1, "min_tokens": 1, "max_generations": TEXTS, "timeout_seconds": 60.0}
+RULES: dict[str, Any] = {"min_cases": 1, "min_tokens": 1, "max_generations": TEXTS, "timeout_seconds": 60.0}
 
 
 @pytest.fixture
@@ -120,7 +121,6 @@ def on_battery_for_an_hour(server: Server) -> None:
         (crash, RunState.CRASHED, "the next run learns from 8 of 16 suspected texts alone", TEXTS // 2),
     ],
 )
-@pytest.mark.promise(19)
 def test_each_ending_gives_texts_back_and_says_why(
     server: Server, how: Callable[[Server], None], state: RunState, reason: str, next_texts: int
 ) -> None:
@@ -134,7 +134,6 @@ def test_each_ending_gives_texts_back_and_says_why(
 
 
 @BOTH
-@pytest.mark.promise(19)
 def test_three_time_outs_a_kill_for_memory_and_an_operators_end_in_a_row(server: Server) -> None:
     sizes: list[int] = []
     for how in (time_out, time_out, time_out, kill_for_memory, end):
@@ -166,7 +165,6 @@ def test_a_server_that_was_killed_costs_its_run_nothing(installation: Installati
 
 
 @BOTH
-@pytest.mark.promise(20)
 @pytest.mark.parametrize("bad", ["text 0", pytest.param("text 11", marks=pytest.mark.nightly)])
 def test_a_text_that_crashes_every_child_is_quarantined_alone(server: Server, bad: str) -> None:
     """Real children, which end by SIGSEGV when they read it. The window holds it too."""
@@ -188,7 +186,6 @@ def test_a_text_that_crashes_every_child_is_quarantined_alone(server: Server, ba
     check_consistent(server)
 
 
-@pytest.mark.promise(20)
 def test_crashes_on_any_texts_quarantine_none_and_wait_longer_and_longer(installation: Installation) -> None:
     installation.plan_children(train="kill")
     with installation.server(**RULES, cooldown_seconds=300.0) as server:

@@ -317,7 +317,7 @@ def test_every_column_that_stays_has_its_values(tmp_path: Path) -> None:
     }
     state = both["training_runs"].index("state")
     expected["training_runs"] = [
-        (*row[:state], str(STATES.get(row[0], row[state])), *row[state + 1 :])
+        (*row[:state], str(STATES.get(cast("int", row[0]), row[state])), *row[state + 1 :])
         for row in expected["training_runs"]  # pyright: ignore
     ]
     # That release called interim checks so.
