@@ -1,5 +1,5 @@
-"""Runs that fail, time out, run out of memory, are ended or paused for too long use no text up, and quarantine none. A text that
-crashes runs by itself is found and quarantined alone."""
+"""Runs that fail, time out, run out of memory, are ended or paused for too long use no text up, and quarantine none. A text
+that crashes runs by itself is found and quarantined alone."""
 
 from __future__ import annotations
 
@@ -152,16 +152,16 @@ def test_three_time_outs_a_kill_for_memory_and_an_operators_end_in_a_row(server:
 
 def test_a_server_that_was_killed_costs_its_run_nothing(installation: Installation) -> None:
     installation.plan_children(train="hang")
-    for _ in range(4):
+    for start in range(4):
         with installation.server(**RULES) as server:
-            if not server.runs.latest(1):
+            if start == 0:
                 server.generations.add([generation(f"text {i}") for i in range(TEXTS)]).result(60)
-            run = begin(server)
+            assert begin(server).generations == TEXTS
             server.kill()
-    with installation.server(**RULES | {"enabled": False}) as server:
-        assert server.runs.get(run.id).state is RunState.LOST
+    rules: dict[str, Any] = {**RULES, "enabled": False}
+    with installation.server(**rules) as server:
+        assert {run.state for run in server.runs.latest(9)} == {RunState.LOST}
         nothing_lost(server)
-        assert run.generations == TEXTS
 
 
 @BOTH

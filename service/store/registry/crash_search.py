@@ -29,9 +29,9 @@ class PastRun:
 class Search:
     """What past runs say about the cause of crashes.
 
-    probe: the next run has to learn from these texts alone; empty: from any, but for those in `avoid` where there are others. suspects: how many texts
-    the smallest unexplained crash leaves. culprit: a text that crashes every run that reads it. any_texts: runs crash whatever
-    they read, so the cause is no text."""
+    probe: the next run has to learn from these texts alone; empty: from any, but for those in `avoid` where there are others.
+    suspects: how many texts the smallest unexplained crash leaves. culprit: a text that crashes every run that reads it.
+    any_texts: runs crash whatever they read, so the cause is no text."""
 
     probe: Texts = frozenset()
     avoid: Texts = frozenset()

@@ -57,7 +57,7 @@ def sizes(connection: Connection, who: Provenance) -> list[tuple[RunState, int]]
     ended = _newest_ended(connection, who)
     had = run_texts.c.role.in_((Role.NEW, Role.RELEASED, Role.WINDOW))
     count = select(run_texts.c.run, func.count()).where(had, run_texts.c.run.in_([row.id for row in ended]))
-    counts: dict[int, int] = {run: texts for run, texts in connection.execute(count.group_by(run_texts.c.run))}
+    counts = {row[0]: int(row[1]) for row in connection.execute(count.group_by(run_texts.c.run))}
     return [(RunState(row.state), counts[row.id]) for row in ended if row.id in counts]
 
 
