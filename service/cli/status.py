@@ -106,7 +106,8 @@ def _under_way(run: dict[str, Any]) -> bool:
 def _without_verdict(runs: list[dict[str, Any]]) -> str:
     """What became of the last run, and how many in a row came to no verdict. runs: these, newest first."""
     run = runs[0]
-    text = f"run {run['id']}: {RunState(run['state']).words}: {run['error']}; its texts were given back"
+    reason = run["error"] or "no reason is known"
+    text = f"run {run['id']}: {RunState(run['state']).words}: {reason}; its texts were given back"
     return text if len(runs) == 1 else f"{text}; {len(runs)} runs in a row came to no verdict"
 
 
