@@ -35,7 +35,7 @@ def run_routes(operator: Operator, threads: CapacityLimiter) -> APIRouter:
 
     @router.delete("/runs/{id}")
     async def end(run_id: RunId) -> RunAnswer:
-        """End a run under way: its child is stopped, it becomes `crashed`, and its texts are free for the next run."""
+        """End a run under way: its child is stopped, it becomes `ended`, and its texts are free for the next run."""
         return RunAnswer.model_validate(await to_thread.run_sync(operator.end_run, run_id, limiter=threads))
 
     return router

@@ -239,6 +239,8 @@ class RunAnswer(ResponseModel):
     adapter: int | None
     verdict: VerdictAnswer | None
     error: str | None
+    texts_given_back: bool
+    """It ended without a verdict: its texts count as untrained, and the next run may learn from them."""
     created_at: datetime
     finished_at: datetime | None
 

@@ -95,7 +95,7 @@ def ask(
 def train(url: Url = LOCAL, wait: Annotated[bool, typer.Option(help="Follow the run to its end.")] = True) -> None:
     """Force one training run on a running server.
 
-    Exits with 0 when the run ended as promoted or rejected (the gate's verdict, either way), with 1 when it failed or crashed.
+    Exits with 0 when the run ended as promoted or rejected (the gate's verdict, either way), with 1 when it ended without one.
     With --no-wait: with 0 when it was started.
     """
     _follow(url, "/train", wait)
@@ -140,8 +140,10 @@ def _follow(url: str, path: str, wait: bool) -> None:
             state = "writing" if done["writing"] else run["state"]
             note = state if done["loss"] is None else f"{state}, loss {done['loss']:.3f}"
             bar(done["step"], done["steps"] or 1, note)
-    if run["state"] in {RunState.FAILED, RunState.CRASHED}:
-        raise RedraftError(f"run {run['id']} {run['state']}: {run['error'] or 'the server gives no reason'}")
+    state = RunState(run["state"])
+    if state.gives_texts_back:
+        reason = run["error"] or "the server gives no reason"
+        raise RedraftError(f"run {run['id']} {state.words}: {reason}; its texts were given back")
     why = (run["verdict"] or {}).get("reason") or ""
     out.print(f"run {run['id']}: {run['state']} {why}", highlight=False, soft_wrap=True)
 

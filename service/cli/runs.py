@@ -10,6 +10,8 @@ from service.cli.console import err, out, table, write_json
 from service.cli.options import Config, Json, adapter_name, settings_from
 from service.core import Progress, TrainingRun, Verdict
 
+GIVEN_BACK = "its texts were given back"
+
 runs = typer.Typer(help="Training runs.", no_args_is_help=True)
 
 
@@ -30,7 +32,7 @@ def list_runs(
     finally:
         stores.close()
     rows = [
-        (r.id, r.state, r.trigger, f"{r.created_at:%Y-%m-%d %H:%M}", adapter_name(r.parent), r.cases, r.generations,
+        (r.id, r.state.words, r.trigger, f"{r.created_at:%Y-%m-%d %H:%M}", adapter_name(r.parent), r.cases, r.generations,
          r.adapter or "", outcome(r))
         for r in found
     ]  # fmt: skip
@@ -55,7 +57,7 @@ def show(
     finally:
         stores.close()
     rows: list[tuple[str, object]] = [
-        ("state", found.state),
+        ("state", found.state.words),
         ("trigger", found.trigger),
         ("started", f"{found.created_at:%Y-%m-%d %H:%M:%S} UTC"),
         ("ended", "" if found.finished_at is None else f"{found.finished_at:%Y-%m-%d %H:%M:%S} UTC"),
@@ -72,8 +74,11 @@ def show(
 
 
 def outcome(run: TrainingRun) -> str:
-    """Why a run ended as it did: the gate's reason, or the error; empty while it goes on."""
-    return (run.verdict.reason if run.verdict is not None else run.error) or ""
+    """Why a run ended as it did: the gate's reason, or the error and that its texts were given back; empty while it goes
+    on."""
+    if run.verdict is not None:
+        return run.verdict.reason
+    return "; ".join(filter(None, [run.error, GIVEN_BACK if run.texts_given_back else None]))
 
 
 def _progress(progress: Progress) -> str:

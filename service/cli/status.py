@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ def _read(url: str, home: Path) -> dict[str, Any]:
         "tokens_per_call": counted["generation_tokens_total"] / calls if calls else None,
         "practice": practice,
         "run": next((run for run in found if not RunState(run["state"]).over), None),
+        "without_verdict": list(takewhile(lambda run: run["verdict"] is None, dropwhile(_under_way, found))),
         "verdicts": [run for run in found if run["verdict"] is not None][:VERDICTS],
     }
 
@@ -89,6 +91,7 @@ def _show(url: str, found: dict[str, Any]) -> None:
         ("acceptance rate", "" if rate is None else f"{rate:.3f} of the drafted tokens, since the start"),
         ("tokens per target call", "" if tokens is None else f"{tokens:.2f}, since the start"),
         ("training run", "none under way" if run is None else _progress(run)),
+        *([("last run", _without_verdict(found["without_verdict"]))] if found["without_verdict"] else []),
         ("practice by itself", "" if practice is None else practice_text(practice)),
         *(
             (f"verdict of run {each['id']}", f"{each['state']}: {each['verdict']['reason']}")
@@ -96,6 +99,18 @@ def _show(url: str, found: dict[str, Any]) -> None:
         ),
     ]
     table(f"redraft at {url}", ("what", "now"), rows)
+
+
+def _under_way(run: dict[str, Any]) -> bool:
+    return not RunState(run["state"]).over
+
+
+def _without_verdict(runs: list[dict[str, Any]]) -> str:
+    """What became of the last run, and how many in a row came to no verdict. runs: these, newest first."""
+    run = runs[0]
+    reason = run["error"] or "no reason is known"
+    text = f"run {run['id']}: {RunState(run['state']).words}: {reason}; its texts were given back"
+    return text if len(runs) == 1 else f"{text}; {len(runs)} runs in a row came to no verdict"
 
 
 def _progress(run: dict[str, Any]) -> str:

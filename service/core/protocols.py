@@ -367,7 +367,7 @@ class Operator(Protocol):
         ...
 
     def end_run(self, run_id: int) -> TrainingRun:
-        """End a run under way, whichever process of the database does it: its child is stopped, the run CRASHED, its texts are
+        """End a run under way, whichever process of the database does it: its child is stopped, the run ENDED, its texts are
         free for the next one. Raises NotFound, Conflict when it is over or after the end."""
         ...
 
@@ -402,7 +402,7 @@ class Operator(Protocol):
 
     def erase(self, selection: Selection, *, retire_adapters: bool = False) -> Erased:
         """Delete generations, and have every place forget their texts, before they are written too. A child that may have read
-        one is ended, and its run CRASHED. Adapters that learnt one are marked; retire_adapters: all that are marked never serve
+        one is ended, and its run too. Adapters that learnt one are marked; retire_adapters: all that are marked never serve
         again. Raises Conflict after the end, Unavailable, TimeoutError, StoreError."""
         ...
 

@@ -77,7 +77,13 @@ class AdapterRef:
 
 
 class RunState(StrEnum):
-    """How far a training run is, or how it ended. Which may follow which: RUN_MOVES."""
+    """How far a training run is, or how it ended. Which may follow which: RUN_MOVES.
+
+    PROMOTED and REJECTED are verdicts of the gate: the run has used its texts. A run that ends in any other way gives them
+    back. FAILED: it says why it cannot go on (too few examples, NaN). OUT_OF_MEMORY: it does not fit, was killed for memory, or
+    gave memory back that the machine was short of. TIMED_OUT: it worked for longer than its limit. ENDED: from outside, by an
+    operator, a stop of the server, an erasure, or a pause that lasted too long. LOST: its server ended without stopping it, or
+    did not answer any more. CRASHED: its child ended unexpectedly."""
 
     CLAIMED = "claimed"
     TRAINING = "training"
@@ -86,6 +92,10 @@ class RunState(StrEnum):
     PROMOTED = "promoted"
     REJECTED = "rejected"
     FAILED = "failed"
+    OUT_OF_MEMORY = "out_of_memory"
+    TIMED_OUT = "timed_out"
+    ENDED = "ended"
+    LOST = "lost"
     CRASHED = "crashed"
 
     @property
@@ -93,18 +103,42 @@ class RunState(StrEnum):
         """Whether the run has ended: no state follows this one."""
         return not RUN_MOVES[self]
 
+    @property
+    def words(self) -> str:
+        """The state as people read it."""
+        return self.value.replace("_", " ")
 
+    @property
+    def judged(self) -> bool:
+        """Whether the run ended with a verdict of the gate."""
+        return self in {RunState.PROMOTED, RunState.REJECTED}
+
+    @property
+    def gives_texts_back(self) -> bool:
+        """Whether the run ended without a verdict: its texts count as untrained, and the next run may learn from them."""
+        return self in _WITHOUT_VERDICT
+
+
+_WITHOUT_VERDICT = frozenset(
+    {
+        RunState.FAILED,
+        RunState.OUT_OF_MEMORY,
+        RunState.TIMED_OUT,
+        RunState.ENDED,
+        RunState.LOST,
+        RunState.CRASHED,
+    }
+)
 RUN_MOVES: Mapping[RunState, frozenset[RunState]] = {
-    RunState.CLAIMED: frozenset({RunState.TRAINING, RunState.FAILED, RunState.CRASHED}),
-    RunState.TRAINING: frozenset({RunState.SCORING, RunState.FAILED, RunState.CRASHED}),
-    RunState.SCORING: frozenset({RunState.STAGING, RunState.REJECTED, RunState.FAILED, RunState.CRASHED}),
-    RunState.STAGING: frozenset({RunState.PROMOTED, RunState.REJECTED, RunState.FAILED, RunState.CRASHED}),
+    RunState.CLAIMED: _WITHOUT_VERDICT | {RunState.TRAINING},
+    RunState.TRAINING: _WITHOUT_VERDICT | {RunState.SCORING},
+    RunState.SCORING: _WITHOUT_VERDICT | {RunState.STAGING, RunState.REJECTED},
+    RunState.STAGING: _WITHOUT_VERDICT | {RunState.PROMOTED, RunState.REJECTED},
     RunState.PROMOTED: frozenset(),
     RunState.REJECTED: frozenset(),
-    RunState.FAILED: frozenset(),
-    RunState.CRASHED: frozenset(),
+    **{state: frozenset[RunState]() for state in RunState if state in _WITHOUT_VERDICT},
 }
-"""FAILED: the run itself said why (too few examples, NaN). CRASHED: the child or the server went away under it."""
+"""Which state may follow which."""
 
 
 class Trigger(StrEnum):
@@ -135,7 +169,7 @@ class Progress:
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
     """One training run. parent: the adapter it is trained on top of. cases, generations: how many it was given. adapter: the
-    candidate it made; verdict: the gate's, where there was one; error: why it failed or crashed."""
+    candidate it made; verdict: the gate's, where there was one; error: why it ended without one."""
 
     id: int
     state: RunState
@@ -153,6 +187,11 @@ class TrainingRun:
     finished_at: datetime | None
     owner: str | None = None
     """The process that does it (store.processes.members); None: a claimed run waits for one."""
+
+    @property
+    def texts_given_back(self) -> bool:
+        """Whether its texts count as untrained again; see RunState."""
+        return self.state.gives_texts_back
 
 
 @dataclass(frozen=True, slots=True)

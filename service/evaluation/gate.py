@@ -26,7 +26,6 @@ from service.core import (
     BadRequest,
     Generation,
     RedraftError,
-    RunState,
     Score,
     Targets,
     TrainingRun,
@@ -233,8 +232,7 @@ class _GateTrial:
         failed."""
         loop = self._loop(candidate)
         try:
-            # One that was interrupted has crashed.
-            judged = (run for run in loop.stores.runs.latest(100) if run.state is not RunState.CRASHED)
+            judged = (run for run in loop.stores.runs.latest(100) if run.state.judged)
             run = next(judged, None) or self._train(loop, candidate)
             if run.verdict is None or run.adapter is None:
                 raise RedraftError(f"{candidate.name}: the run {run.state}: {run.error}")

@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 _PAUSE_SECONDS = 0.02
 _LONGEST_SLEEP = 1.0
 """Seconds of throttling at a time, at most: a sleep as long as loading a model took would be too long."""
+_REPORT_SECONDS = 5.0
+"""The parent hears of throttling each time that it adds up to so much more."""
 ORPHANED = 75
 """Exit status after the parent went away (EX_TEMPFAIL)."""
 
@@ -35,6 +37,8 @@ class Channel:
         self._paused = threading.Event()
         self.share = 1.0
         """Share of the time in which this process works, above 0 and at most 1: `hold` throttles it to that."""
+        self._throttled, self._reported = 0.0, 0.0
+        """Seconds of throttling in this job, and those that the parent knows of."""
         self._working_since = time.perf_counter()
 
     @classmethod
@@ -58,14 +62,24 @@ class Channel:
 
     def hold(self) -> float:
         """To be called between two pieces of work: sleeps for as long as limits work to `share` of the time, then waits while
-        the parent wants this process to pause. Returns the seconds for which it was paused; throttling is not counted."""
-        worked = time.perf_counter() - self._working_since
+        the parent wants this process to pause. Returns the seconds for which it was paused; throttling is not counted, but
+        reported to the parent, since it is no part of the run's time limit."""
+        stopped_at = time.perf_counter()
+        worked = stopped_at - self._working_since
         time.sleep(min(worked * (1 / self.share - 1), _LONGEST_SLEEP))
         paused_at = time.perf_counter()
+        if self.share < 1.0:
+            self._report_throttling(paused_at - stopped_at)
         while self.paused:
             time.sleep(_PAUSE_SECONDS)
         self._working_since = time.perf_counter()
         return self._working_since - paused_at
+
+    def _report_throttling(self, seconds: float) -> None:
+        self._throttled += seconds
+        if self._throttled - self._reported >= _REPORT_SECONDS:
+            self._reported = self._throttled
+            self.send("throttled", {"seconds": self._throttled})
 
     def send(self, kind: str, message: Mapping[str, object] | None = None) -> None:
         """Send one message as a line of JSON with the type `kind`. Exits with ORPHANED when the parent does not read any

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import sys
 from contextlib import suppress
 from functools import cache, partial
@@ -19,7 +20,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 
-from service.core import RedraftError, Score
+from service.core import RedraftError, Score, TrainingOutOfMemory
 from service.engine.folding import as_served
 from service.engine.profile import step_ratios
 from service.learning import lora
@@ -39,10 +40,16 @@ CACHE_BYTES = 2**30
 """Freed memory MLX may keep for reuse."""
 LEAST_PRIORITY = 19
 """Niceness of practice."""
+_MEMORY = re.compile(
+    r"unable to allocate|attempting to allocate|insufficient memory|out ?of ?memory|bad_alloc", re.IGNORECASE
+)
+"""In the errors of MLX's back ends when an allocation fails: they are plain RuntimeErrors."""
 
 
 def main() -> None:
-    """`perform` the jobs that arrive on stdin. Any exception but a RedraftError ends the process."""
+    """`perform` the jobs that arrive on stdin. Any exception that says neither RedraftError nor out of memory ends the
+    process."""
+    offer_to_oom_killer()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     channel = Channel.claim()
     for line in channel.jobs():
@@ -50,11 +57,17 @@ def main() -> None:
 
 
 def perform(channel: Channel, line: str) -> None:
-    """Do one job and end with a `done` message, or `failed` for a RedraftError."""
+    """Do one job and end with a `done` message, or `failed` for a RedraftError and where memory runs out."""
     try:
         waits = run(channel, line)
     except RedraftError as error:
-        channel.send("failed", {"reason": str(error)})
+        channel.send("failed", {"reason": str(error), "memory": isinstance(error, TrainingOutOfMemory)})
+        return
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        log.exception("memory ran out")
+        channel.send("failed", {"reason": f"memory ran out: {error or type(error).__name__}", "memory": True})
         return
     # What it held is free before the next job.
     gc.collect()
@@ -112,6 +125,17 @@ def score_adapters(job: ScoreJob, channel: Channel, database: Database) -> None:
         log.info("adapter %s scored", name)
     channel.hold()
     channel.send("scores", {"scores": scores_message(scores), "steps": step_ratios(models)})
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed: Python's, numpy's, or one of MLX."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_MEMORY.search(str(error))))
+
+
+def offer_to_oom_killer() -> None:
+    """On Linux, have the system end this process before the server when memory runs out: its run is only started anew."""
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
 
 
 def lower_priority(niceness: int) -> None:

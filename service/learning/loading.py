@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.utils import load_config, load_tokenizer
 
-from service.core import TrainingFailed
+from service.core import TrainingFailed, TrainingOutOfMemory
 from service.engine import device
 from service.learning.draft_steps import LEARNT_STEPS
 from service.learning.losses import CHUNK
@@ -111,14 +111,16 @@ def estimate_training_bytes(
 
 
 def check_memory(needed: int, *, least_gb: float) -> None:
-    """Raises TrainingFailed when less than `least_gb` GiB of the device's memory (0: less than `needed` bytes) is free, or when
-    the host has too little for a process."""
+    """Raises TrainingOutOfMemory when less than `least_gb` GiB of the device's memory (0: less than `needed` bytes) is free, or
+    when the host has too little for a process."""
     wanted = int(least_gb * 2**30) if least_gb > 0 else needed
     free = device.free_bytes()
     if free < wanted:
-        raise TrainingFailed(f"training takes {wanted / 2**30:.1f} GiB of memory and {free / 2**30:.1f} GiB are free")
+        raise TrainingOutOfMemory(
+            f"training takes {wanted / 2**30:.1f} GiB of memory and {free / 2**30:.1f} GiB are free"
+        )
     if (free := free_bytes()) < min(wanted, _BASE):
-        raise TrainingFailed(f"{free / 2**30:.1f} GiB of the host's memory are free, too little to train")
+        raise TrainingOutOfMemory(f"{free / 2**30:.1f} GiB of the host's memory are free, too little to train")
 
 
 def logits_width(folder: Path) -> int:

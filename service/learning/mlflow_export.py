@@ -39,6 +39,10 @@ STATUS = {
     RunState.PROMOTED: "FINISHED",
     RunState.REJECTED: "FINISHED",
     RunState.FAILED: "FAILED",
+    RunState.OUT_OF_MEMORY: "FAILED",
+    RunState.TIMED_OUT: "FAILED",
+    RunState.ENDED: "KILLED",
+    RunState.LOST: "KILLED",
     RunState.CRASHED: "FAILED",
 }
 RUNNING = "RUNNING"

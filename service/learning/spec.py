@@ -30,7 +30,8 @@ class TrainJob:
     None for the bare draft (parent_id 0). out: folder of adapter folders. general: file of the general set, None where there is
     none. cache: folder of computed targets (see TargetCache). k: longest draft length to score at, and the draft length of the
     simulated rounds that give undrafted texts their cases. tie_margin: the engine's, in nats. practice: train on text that the
-    target writes; None: on what the run claimed.
+    target writes; None: on what the run claimed. window: generations to learn from at least, see TrainingSettings.
+    own_texts_only: learn from what the run was claimed for and from nothing else, to find out whether that crashes.
     """
 
     url: str
@@ -48,7 +49,9 @@ class TrainJob:
     k: int
     tie_margin: float
     provenance: Provenance
+    window: int
     practice: Practice | None = None
+    own_texts_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +98,9 @@ def parse(line: str) -> JobSpec:
                 cache=Path(spec["cache"]),
                 gate=GateSettings(**spec["gate"]),
                 tie_margin=float(spec["tie_margin"]),
+                window=int(spec.get("window", training.window)),
                 practice=_practice(spec.get("practice")),
+                own_texts_only=bool(spec.get("own_texts_only", False)),
             )
         if spec["kind"] == "score":
             return ScoreJob(

@@ -116,7 +116,12 @@ class TrainingJob:
         job, provenance = self.job, self.job.provenance
         replay, logged = Replay(self.database), TrainingTexts(self.database)
         claimed = self._with_cases(logged.claimed(job.run), logged.undrafted(job.run))
-        earlier = logged.window(provenance, job.run, job.training.window - len(claimed))
+        if job.own_texts_only:
+            # No text is left out, so that surviving them says something about each.
+            again = logged.claimed_again(job.run)
+            self.channel.send("texts", {"window": [generation.id for generation in again], "replay": []})
+            return [*claimed, *again]
+        earlier = logged.window(provenance, job.run, job.window - len(claimed))
         texts = training_texts(
             replay.labelled([*claimed, *earlier]),
             share=job.training.replay,

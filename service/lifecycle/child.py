@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from enum import StrEnum
 
-from service.core import JobHandle
-from service.lifecycle.messages import Crashed, Ending, Message, parse
+from service.core import JobHandle, RunState
+from service.lifecycle.messages import Ending, Failed, Message, Throttled, parse
 
 GRACE_SECONDS = 5.0
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Sent by an operator, or by a service manager that stops the server with its children."""
 
 
 class Pause(StrEnum):
@@ -22,7 +25,7 @@ class Pause(StrEnum):
 
 
 class Child:
-    """One job of a child process. `poll` fills `inbox`; whoever reads it takes a message off only after handling it, so that a
+    """One job of a child process. `poll` fills `inbox`; its reader takes a message off only after handling it, so that a
     failure to handle it (the database is away) loses nothing. The last message is always an Ending, and then the job has
     ended. timer: seconds since some moment; the usual one stands still while the machine sleeps."""
 
@@ -35,6 +38,8 @@ class Child:
         self._ended = False
         self._paused_since: float | None = None
         self._paused_before = 0.0
+        self.throttled = 0.0
+        """For how many seconds it says that it was throttled."""
         self._reasons: set[Pause] = set()
         self._lock = threading.Lock()
 
@@ -54,15 +59,19 @@ class Child:
         return self._ended and not self.inbox
 
     def poll(self, limit_seconds: float) -> None:
-        """Receive what it has written since the last call. It may run for `limit_seconds`, pauses not counted, then it is
-        killed."""
+        """Receive what it has written since the last call. It may work for `limit_seconds`, then it is killed: time for which
+        it is paused or throttled does not count."""
         if self._ended:
             return
         code = self._handle.exit_code()  # before the messages: what was written before the exit is then surely read
         try:
-            self.inbox.extend([parse(message) for message in self._handle.poll()])
+            for message in [parse(message) for message in self._handle.poll()]:
+                if isinstance(message, Throttled):
+                    self.throttled = message.seconds
+                else:
+                    self.inbox.append(message)
         except ValueError as error:
-            self.inbox.append(Crashed(f"unreadable message from the child: {error}"))
+            self.inbox.append(Failed(f"unreadable message from the child: {error}", RunState.CRASHED))
         ending = next((index for index, message in enumerate(self.inbox) if isinstance(message, Ending)), None)
         if ending is not None:
             while len(self.inbox) > ending + 1:
@@ -71,9 +80,10 @@ class Child:
             self._silent_end = True  # its last messages may still be in the pipe
             return
         elif code is not None:
-            self.inbox.append(Crashed(f"the child ended with exit code {code}"))
-        elif self._timer() - self._started - self._paused_seconds() > limit_seconds:
-            self.inbox.append(Crashed(f"the child did not end within {limit_seconds:g} s"))
+            self.inbox.append(exit_failure(code))
+        elif self._timer() - self._started - self._paused_seconds() - self.throttled > limit_seconds:
+            reason = f"the child did not end within {limit_seconds:g} s of work"
+            self.inbox.append(Failed(reason, RunState.TIMED_OUT))
         else:
             return
         self.stop()
@@ -100,3 +110,14 @@ class Child:
         if not self._ended:
             self._ended = True
             self._handle.stop(GRACE_SECONDS)
+
+
+def exit_failure(code: int) -> Failed:
+    """Why a process ended that sent no last message. code: its exit code, or the signal that ended it as a negative number."""
+    if code == -signal.SIGKILL:
+        # Nobody else sends it: `stop` does only after the ending is known.
+        return Failed("the child was killed, as the system does when memory is short", RunState.OUT_OF_MEMORY)
+    if -code in _ENDING_SIGNALS:
+        return Failed(f"the child was ended by {signal.Signals(-code).name}", RunState.ENDED)
+    name = f" ({signal.Signals(-code).name})" if -code in signal.valid_signals() else ""
+    return Failed(f"the child ended with exit code {code}{name}", RunState.CRASHED)

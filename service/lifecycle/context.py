@@ -114,11 +114,13 @@ class LifecycleContext:
         """Start a child on the common job description and this. Raises OSError."""
         return Child(self.launcher.launch({**self.rules.spec, **job}), self.timer)
 
-    def crash(self, run: TrainingRun, reason: str, *, give_back: bool = False) -> None:
-        """End a run as CRASHED: its texts are free. give_back: they cannot be to blame, it is as if it had never had them."""
+    def end_run(self, run_id: int, state: RunState, reason: str) -> None:
+        """End a run without a verdict, unless it is over. Raises IllegalMove when it is another process's by now."""
+        run = self.stores.runs.get(run_id)
         if not run.state.over:
-            moved = self.stores.runs.move(run.id, run.fencing, RunState.CRASHED, error=reason, give_back=give_back)
-            self.report_end(moved)
+            ended = self.stores.runs.move(run.id, run.fencing, state, error=reason)
+            self.report_end(ended)
+            log.warning("run %d %s: %s", run.id, state.value, ended.error)
         self.discard_candidates(reason)
 
     def give_up_orphans(self) -> None:

@@ -11,6 +11,7 @@ from typing import Protocol
 from service.core import IllegalMove
 from service.lifecycle.child import Child, Pause
 from service.lifecycle.context import LifecycleContext
+from service.lifecycle.machine import Strain
 from service.lifecycle.messages import Message
 
 log = logging.getLogger(__name__)
@@ -34,15 +35,15 @@ class Job(Protocol):
 
     @property
     def limit_seconds(self) -> float:
-        """How long its child may run, pauses not counted."""
+        """How long its child may work: time for which it is paused or throttled does not count."""
         ...
 
     def yields(self, demand: Demand) -> bool:
         """Whether its child pauses for what serving needs: the slot sees to that. Called from any thread."""
         ...
 
-    def pause(self, demand: Demand, strain: str | None) -> None:
-        """Pause while the machine cannot spare what the job takes (`strain` says why), else resume."""
+    def pause(self, demand: Demand, strain: Strain | None) -> None:
+        """Pause, or end, while the machine cannot spare what the job takes (`strain` says why), else resume."""
         ...
 
     def handle(self, message: Message) -> None:
@@ -59,7 +60,7 @@ class JobSlot:
     training takes, None when it can. Not thread-safe but for `pause_for_requests`."""
 
     def __init__(
-        self, context: LifecycleContext, demand: Callable[[], Demand], strain: Callable[[], str | None]
+        self, context: LifecycleContext, demand: Callable[[], Demand], strain: Callable[[], Strain | None]
     ) -> None:
         self._context = context
         self._demand = demand

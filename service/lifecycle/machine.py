@@ -7,12 +7,15 @@ The parsing is pure. On Linux the kernel's files are read, on macOS Apple's own 
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from enum import StrEnum
 from pathlib import Path
+from typing import Generic, TypeVar, cast
 
 from service.settings import TrainingSettings
 
@@ -26,6 +29,15 @@ WARNING = 2
 """macOS's level of memory pressure (1 normal, 2 warning, 4 critical) from which on training pauses."""
 LIMITING = frozenset({"passive", "hot", "critical"})
 """Trip points of a thermal zone at which the kernel slows the machine down, or soon stops it."""
+
+
+class Strain(StrEnum):
+    """What the machine is short of. A run that started by itself pauses for it; for MEMORY it ends, because a paused run keeps
+    its memory."""
+
+    BATTERY = "on battery"
+    HEAT = "the machine is hot"
+    MEMORY = "memory is short"
 
 
 # ------------------------------------------------------------------------------------------------------------- pure
@@ -104,28 +116,28 @@ def _ask(*command: str) -> str:
         return ""
 
 
-def on_linux(training: TrainingSettings, root: Path = Path("/")) -> str | None:
+def on_linux(training: TrainingSettings, root: Path = Path("/")) -> Strain | None:
     """Why training should pause, None when nothing is known against it. root: where /sys and /proc are."""
     supplies = _folders(root / "sys/class/power_supply", "*", "type", "status", "scope", "online")
     if training.pause_on_battery and discharging(supplies):
-        return "on battery"
+        return Strain.BATTERY
     zones = _folders(root / "sys/class/thermal", "thermal_zone*", "temp", "trip_point_*")
     if training.pause_when_hot and any(map(throttled, zones)):
-        return "the machine is hot"
+        return Strain.HEAT
     if training.pause_on_memory_pressure and stalled(_read(root / "proc/pressure/memory")):
-        return "memory is short"
+        return Strain.MEMORY
     return None
 
 
-def on_macos(training: TrainingSettings, ask: Callable[..., str] = _ask) -> str | None:
+def on_macos(training: TrainingSettings, ask: Callable[..., str] = _ask) -> Strain | None:
     """The same, from what macOS's tools answer."""
     if training.pause_on_battery and drawn_from_battery(ask("/usr/bin/pmset", "-g", "batt")):
-        return "on battery"
+        return Strain.BATTERY
     if training.pause_when_hot and slowed_down(ask("/usr/bin/pmset", "-g", "therm")):
-        return "the machine is hot"
+        return Strain.HEAT
     level = ("/usr/sbin/sysctl", "-n", "kern.memorystatus_vm_pressure_level")
     if training.pause_on_memory_pressure and squeezed(ask(*level)):
-        return "memory is short"
+        return Strain.MEMORY
     return None
 
 
@@ -137,27 +149,31 @@ def user_on_macos(ask: Callable[..., str] = _ask) -> str | None:
 
 def somebody_here() -> Callable[[], str | None]:
     """Says that somebody uses this machine. Linux does not tell."""
-    return MachineStrain(user_on_macos) if sys.platform == "darwin" else lambda: None
+    return Cached(user_on_macos) if sys.platform == "darwin" else lambda: None
 
 
-class MachineStrain:
-    """Why training should pause now. The system is read at most every EVERY_SECONDS."""
+def machine_strain(training: TrainingSettings) -> Callable[[], Strain | None]:
+    """Why training should pause now, None when nothing is known against it: by the checks of this system, macOS or Linux, that
+    `training` enables."""
+    check = on_macos if sys.platform == "darwin" else on_linux
+    return Cached(lambda: check(training))
 
-    def __init__(self, check: Callable[[], str | None], clock: Callable[[], float] = time.monotonic) -> None:
+
+T = TypeVar("T")
+
+
+class Cached(Generic[T]):
+    """The result of `check`, up to EVERY_SECONDS old."""
+
+    def __init__(self, check: Callable[[], T], clock: Callable[[], float] = time.monotonic) -> None:
         self._check = check
         self._clock = clock
-        self._reason: str | None = None
-        self._checked: float | None = None
+        self._result: T | None = None
+        self._checked = -math.inf
 
-    @classmethod
-    def here(cls, training: TrainingSettings) -> MachineStrain:
-        """With the checks of this system, macOS or Linux, that `training` enables."""
-        check = on_macos if sys.platform == "darwin" else on_linux
-        return cls(lambda: check(training))
-
-    def __call__(self) -> str | None:
-        """Why training should pause, None when nothing is known against it; up to EVERY_SECONDS old."""
+    def __call__(self) -> T:
+        """The system is read at most every EVERY_SECONDS."""
         now = self._clock()
-        if self._checked is None or now - self._checked >= EVERY_SECONDS:
-            self._reason, self._checked = self._check(), now
-        return self._reason
+        if now - self._checked >= EVERY_SECONDS:
+            self._result, self._checked = self._check(), now
+        return cast("T", self._result)

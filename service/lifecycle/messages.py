@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias, cast
 
-from service.core import FailureCase, Progress, Score
+from service.core import FailureCase, Progress, RunState, Score
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,23 +64,24 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The job ended without a result, for this reason."""
+    """The job ended without a result, for this reason. state: what that makes of its run."""
 
     reason: str
+    state: RunState = RunState.FAILED
 
 
 @dataclass(frozen=True, slots=True)
-class Crashed:
-    """The process ended without a last message, or sent something else."""
+class Throttled:
+    """For how many seconds the child has slept so far to leave the device to others."""
 
-    reason: str
+    seconds: float
 
 
-Ending: TypeAlias = Done | Failed | Crashed
+Ending: TypeAlias = Done | Failed
 Message: TypeAlias = Progress | Texts | Candidate | Scores | Cases | Ending
 
 
-def parse(message: Mapping[str, object]) -> Message:
+def parse(message: Mapping[str, object]) -> Message | Throttled:
     """One JSON object of the child's. Raises ValueError when it is none that a child may send."""
     match message.get("type"):
         case "progress":
@@ -113,7 +114,10 @@ def parse(message: Mapping[str, object]) -> Message:
             by_generation = _object(message.get("cases"), "cases")
             return Cases({name: tuple(_case(item) for item in _list(by_generation, name)) for name in by_generation})
         case "failed":
-            return Failed(_text(message, "reason"))
+            state = RunState.OUT_OF_MEMORY if message.get("memory") is True else RunState.FAILED
+            return Failed(_text(message, "reason"), state)
+        case "throttled":
+            return Throttled(_number(message, "seconds"))
         case "done":
             return Done()
         case other:

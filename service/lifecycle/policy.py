@@ -7,13 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from service.core import TrainingRun, Trigger, Verdict
+from service.core import RunState, TrainingRun, Trigger, Verdict
 from service.store.log.training_texts import UntrainedCounts
 from service.store.registry.practice import Practised
 
 DRIFT_SHARE = 0.25
 """After drift this share of the usual cases and tokens is enough: what is new has to be learnt soon, but not from nothing."""
 MAX_DOUBLINGS = 5
+"""Of the time to wait after failures, or rollbacks, in a row."""
+SMALLER_AFTER = frozenset({RunState.OUT_OF_MEMORY, RunState.TIMED_OUT})
+"""Endings after which the next run is smaller."""
 IDLE_SECONDS = 60.0
 """Practice starts when nothing was asked for so long."""
 RUN_MINUTES, LEAST_MINUTES = 15.0, 2.0
@@ -43,8 +46,27 @@ def backoff(watches: Sequence[tuple[datetime, Verdict]], seconds: float) -> Back
     return Backoff(decided[0][0], seconds * 2.0 ** min(rollbacks - 1, MAX_DOUBLINGS), rollbacks)
 
 
+def run_size(past: Sequence[tuple[RunState, int]], largest: int) -> int:
+    """How many texts the next run may have: half of what a run had that was too large, and twice as many after each verdict, up
+    to `largest`. past: how earlier runs ended and how many texts each had, oldest first."""
+    size = largest
+    for state, texts in past:
+        if state in SMALLER_AFTER:
+            size = max(min(size, texts) // 2, 1)
+        elif state.judged:
+            size = min(2 * size, largest)
+    return size
+
+
+def failures(runs: Sequence[TrainingRun]) -> int:
+    """How many of the newest runs in a row failed by themselves: none of them came to a verdict. What was ended from outside
+    says nothing. runs: newest first; the first may be under way."""
+    over = [run.state for run in runs if run.state.over and run.state is not RunState.ENDED]
+    return next((i for i, state in enumerate(over) if state.judged), len(over))
+
+
 def hindrance(
-    last_run: TrainingRun | None,
+    runs: Sequence[TrainingRun],
     now: datetime,
     *,
     cooldown_seconds: float,
@@ -55,9 +77,11 @@ def hindrance(
 ) -> str | None:
     """Why no run of any kind should start by itself now, whatever there is to learn; None: nothing is against it.
 
-    last_run: the newest run, over or not. watching: the active adapter is still being compared on live traffic; a run on top of
-    it would be measured against a parent that may be about to go. strain: what the machine cannot spare.
+    runs: the newest ones, over or not, newest first. After each run there is a cooldown, doubled with each further failure in a
+    row, at most MAX_DOUBLINGS times. watching: the active adapter is still being compared on live traffic; a run on top of it
+    would be measured against a parent that may be about to go. strain: what the machine cannot spare.
     """
+    last_run = runs[0] if runs else None
     if not enabled:
         return "training is switched off"
     if last_run is not None and not last_run.state.over:
@@ -65,7 +89,11 @@ def hindrance(
     if watching:
         return "the active adapter is still being watched"
     if last_run is not None and last_run.finished_at is not None:
-        left = _left(now, last_run.finished_at, cooldown_seconds)
+        failed = failures(runs)
+        wait = cooldown_seconds * 2.0 ** min(max(failed - 1, 0), MAX_DOUBLINGS)
+        left = _left(now, last_run.finished_at, wait)
+        if left > 0 and failed > 1:
+            return f"another {left:.0f} s after {failed} runs in a row that came to no verdict"
         if left > 0:
             return f"cooling down for another {left:.0f} s"
     if waiting is not None and (left := _left(now, waiting.since, waiting.seconds)) > 0:

@@ -25,6 +25,7 @@ from service.core import (
     Forget,
     IllegalMove,
     PracticeState,
+    RunState,
     Selection,
     StoreError,
     TrainingRun,
@@ -37,7 +38,7 @@ from service.lifecycle.context import LifecycleContext
 from service.lifecycle.drift_monitor import DriftMonitor
 from service.lifecycle.erasing import Eraser
 from service.lifecycle.jobs import Demand, JobSlot
-from service.lifecycle.machine import MachineStrain, somebody_here
+from service.lifecycle.machine import Strain, machine_strain, somebody_here
 from service.lifecycle.practice_choice import PracticeChoice
 from service.lifecycle.practice_starter import PracticeStarter
 from service.lifecycle.watch import Watch
@@ -45,6 +46,8 @@ from service.store.artifacts import remove_folder
 
 log = logging.getLogger(__name__)
 
+RUNS = 16
+"""Newest runs that are searched for failures in a row."""
 WATCHES = 16
 """Verdicts of the watch that are searched for adapters rolled back in a row."""
 CLEAN_EVERY = 40
@@ -70,12 +73,12 @@ class Supervisor:
         practice: PracticeChoice,
         busy: Callable[[], bool] = lambda: False,
         idle_seconds: Callable[[], float] = lambda: math.inf,
-        strain: Callable[[], str | None] | None = None,
+        strain: Callable[[], Strain | None] | None = None,
         user: Callable[[], str | None] | None = None,
         forget: Mapping[str, Forget] | None = None,
     ) -> None:
         self._context = context
-        self._strain = strain or MachineStrain.here(context.rules.training)
+        self._strain = strain or machine_strain(context.rules.training)
         self._practice = PracticeStarter(context, practice, idle_seconds, user or somebody_here())
         self._jobs = JobSlot(context, lambda: Demand(busy(), asked=idle_seconds() == 0.0), self._strain)
         self._watch = Watch(context)
@@ -100,7 +103,7 @@ class Supervisor:
                 self._serve_active()
 
     def stop(self) -> None:
-        """End a child under way; its run becomes CRASHED and its cases are free again. Idempotent."""
+        """End a child under way; its run becomes ENDED, which frees its texts. Idempotent."""
         with self._lock:
             self._stopped = True
             jobs = self._eraser.drop_ended_jobs()
@@ -200,7 +203,7 @@ class Supervisor:
         context = self._context
         run = context.stores.runs.current(context.who)
         if run is not None and run.owner == context.members.token and not self._eraser.waiting:
-            context.crash(run, "its child could not be started")
+            context.end_run(run.id, RunState.FAILED, "its child could not be started")
 
     def _start_work(self) -> None:
         """Start what one process of the pair has to do: a run that waits, a comparison, or a run that is due."""
@@ -227,7 +230,7 @@ class Supervisor:
             counts = replace(counts, undrafted=0)
         watched = context.stores.adapters.watched(context.who.target, context.who.draft, WATCHES)
         hindered = policy.hindrance(
-            context.stores.runs.newest(context.who),
+            context.stores.runs.newest(context.who, RUNS),
             context.database_now(),
             cooldown_seconds=rules.cooldown_seconds,
             enabled=rules.enabled,
@@ -330,8 +333,7 @@ class Supervisor:
             return self._context.stores.runs.get(run_id)
 
     def _end_run(self, run: TrainingRun, reason: str) -> None:
-        self._context.crash(run, reason, give_back=True)
-        log.info("run %d: %s", run.id, reason)
+        self._context.end_run(run.id, RunState.ENDED, reason)
         self._stop_ended_run()
         # The folder that its child may have left.
         self._clean()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import Any
 
 from service.core import (
     AdapterRef,
@@ -22,9 +24,11 @@ from service.lifecycle import policy
 from service.lifecycle.child import Child, Pause
 from service.lifecycle.context import LifecycleContext
 from service.lifecycle.jobs import Demand
-from service.lifecycle.messages import Candidate, Cases, Crashed, Done, Failed, Message, Scores, Texts
+from service.lifecycle.machine import Strain
+from service.lifecycle.messages import Candidate, Cases, Done, Failed, Message, Scores, Texts
 from service.store.log.run_texts import Role
 from service.store.registry.practice import MINUTES
+from service.store.registry.runs import OWN_TEXTS
 
 log = logging.getLogger(__name__)
 
@@ -37,24 +41,30 @@ SEEDS = 1000
 """Logged texts that the practice of one run begins like."""
 ASKED_FOR = "asked_for"
 """In a practice run's configuration, with its settings and MINUTES: whether an operator asked for it."""
-GIVE_UP_SECONDS = 600.0
-"""A practice run that was paused for so long gives the memory back; what was written stays on disk."""
+MAX_GENERATIONS, WINDOW = "max_generations", "window"
+"""In a run's configuration: how many texts it may have, at most what these settings say."""
+MAX_PAUSE_SECONDS, MAX_PRACTICE_PAUSE_SECONDS = 1800.0, 600.0
+"""A run ends when it was paused for so much longer than it has worked since: a paused child keeps its memory, and other runs
+wait for its end. What practice has written stays on disk."""
+MEMORY_GIVEN_BACK = "memory is short: the run was ended to give back what it takes"
 ENDED = "ended by an operator"
 TURNED_OFF = "practice was turned off"
 
 
 def claim(context: LifecycleContext, trigger: Trigger, key: str | None, *, here: bool = True) -> TrainingRun | None:
-    """Open a run on top of what serves; None when one is under way or there is nothing to train on. here: False leaves it to
-    the process that leads."""
+    """Open a run on top of what serves, of the size that earlier runs leave room for; None when one is under way or there is
+    nothing to train on. here: False leaves it to the process that leads."""
     training = context.rules.training
+    size = policy.run_size(context.stores.runs.sizes(context.who), max(training.max_generations, training.window))
+    bounded = {name: min(size, getattr(training, name)) for name in (MAX_GENERATIONS, WINDOW)}
     return context.stores.runs.claim(
         trigger=trigger,
         who=context.who,
         parent=context.active_adapter(),
-        limit=training.max_generations,
+        limit=bounded[MAX_GENERATIONS],
         owner=context.members.token if here else None,
         idempotency_key=key,
-        config=training.model_dump(),
+        config=training.model_dump() | bounded,
     )
 
 
@@ -77,10 +87,10 @@ def claim_practice(
 
 
 def start(context: LifecycleContext, run: TrainingRun) -> RunJob | None:
-    """Start the child of a claimed run; None when it could not be started (the run is CRASHED then)."""
+    """Start the child of a claimed run; None when it could not be started (the run is FAILED then)."""
     parent = context.adapter_folder(run.parent)
-    more: dict[str, object] = {}
     _, config = context.stores.runs.recipe(run.id)
+    more: dict[str, object] = {name: config[name] for name in (WINDOW, OWN_TEXTS) if name in config}
     if run.trigger is Trigger.PRACTICE:
         more["practice"] = {"folder": str(context.rules.practice), "minutes": config[MINUTES]}
     # The row first: only one process can move it, so only one child is ever started for it.
@@ -90,35 +100,27 @@ def start(context: LifecycleContext, run: TrainingRun) -> RunJob | None:
             kind="train", run=run.id, fencing=run.fencing, parent=parent, parent_id=run.parent, **more
         )
     except OSError as error:
-        context.crash(moved, f"the child could not be started: {error}")
+        context.end_run(run.id, RunState.FAILED, f"the child could not be started: {error}")
         return None
     context.events.training(moved)
-    return RunJob(
-        context,
-        moved,
-        child,
-        asked=run.trigger is Trigger.MANUAL or bool(config.get(ASKED_FOR)),
-        minutes=config.get(MINUTES, 0.0),
-    )
+    return RunJob(context, moved, child, config)
 
 
 class RunJob:
-    """A child that trains. asked: an operator asked for the run. minutes: of practice."""
+    """A child that trains. config: what its run was claimed with."""
 
-    def __init__(
-        self, context: LifecycleContext, run: TrainingRun, child: Child, *, asked: bool, minutes: float = 0.0
-    ) -> None:
+    def __init__(self, context: LifecycleContext, run: TrainingRun, child: Child, config: Mapping[str, Any]) -> None:
         self._context = context
         self._run = run
         self._child = child
-        self._asked = asked
-        self._minutes = minutes
+        self._config = config
+        self._asked = run.trigger is Trigger.MANUAL or bool(config.get(ASKED_FOR))
         self._candidate: AdapterRef | None = None
         self._scores: Scores | None = None
         self._paused: str | None = None
         self._cases_added = False
         self._dropped = False
-        """It was stopped here: what it sent before does not count any more."""
+        """It was stopped here: what it sent before no longer counts."""
         self._paused_seconds = 0.0
         """How long it was paused, less the time for which it has worked since; never below 0."""
         self._counted_at = context.timer()
@@ -133,16 +135,16 @@ class RunJob:
     @property
     def limit_seconds(self) -> float:
         """`training.timeout_seconds`; practice has its minutes besides, after which it still scores."""
-        return self._context.rules.training.timeout_seconds + 60 * self._minutes
+        return self._context.rules.training.timeout_seconds + 60 * self._config.get(MINUTES, 0.0)
 
     def yields(self, demand: Demand) -> bool:
-        """Training has time while requests wait, and practice while any is answered."""
+        """Training yields while requests wait, and practice while any is answered."""
         return demand.asked if self._practises else demand.waiting
 
-    def pause(self, demand: Demand, strain: str | None) -> None:
-        """Pause for `strain`, unless an operator asked for the run, and record the reason whenever it changes. A practice run
-        that has been paused for too long is given up: it has the target in memory, and other runs wait for its end."""
-        # Whoever asks for a run wants it now, on battery or not.
+    def pause(self, demand: Demand, strain: Strain | None) -> None:
+        """Pause for what serving needs and for `strain`, and record the reason whenever it changes. The run ends when memory is
+        short, and when it was paused for too long. One that an operator asked for ignores `strain`."""
+        # An operator's run is wanted now, on battery or not.
         strained = None if self._asked else strain
         busy = self.yields(demand)
         self._count_pauses()
@@ -151,15 +153,15 @@ class RunJob:
         run, runs = self._run, self._context.stores.runs
         if self._child.ended:
             return
+        if strained is Strain.MEMORY:
+            self._stop(RunState.OUT_OF_MEMORY, MEMORY_GIVEN_BACK)
+            return
         if reason != self._paused:
             self._context.events.training(runs.pause(run.id, run.fencing, reason))
             self._paused = reason
-        if reason is not None and self._practises and self._paused_seconds > GIVE_UP_SECONDS:
-            self._dropped = True
-            self._child.stop()
-            self._context.crash(
-                runs.get(run.id), f"given up after {GIVE_UP_SECONDS / 60:.0f} minutes of pauses: {reason}"
-            )
+        limit = MAX_PRACTICE_PAUSE_SECONDS if self._practises else MAX_PAUSE_SECONDS
+        if reason is not None and self._paused_seconds > limit:
+            self._stop(RunState.ENDED, f"paused for too long, {limit / 60:.0f} minutes more than it worked: {reason}")
 
     def _count_pauses(self) -> None:
         now = self._context.timer()
@@ -183,7 +185,7 @@ class RunJob:
                 runs.progress(run.id, run.fencing, replace(message, paused=self._paused))
                 self._context.events.training(runs.get(run.id))
             case Texts() if reason := self._too_poor():
-                self._give_back(reason)
+                self._stop(RunState.FAILED, f"its undrafted texts had fewer cases than expected: {reason}")
             case Texts(window, replay):
                 runs.record_texts(run.id, run.fencing, Role.WINDOW, window)
                 runs.record_texts(run.id, run.fencing, Role.REPLAY, replay)
@@ -194,14 +196,8 @@ class RunJob:
                 self._scores = message
             case Done():
                 self._decide()
-            case Failed(reason):
-                self._fail(reason)
-            case Crashed(reason) if self._practises:
-                # It claimed no text that another run could have. What crashes always counts as refused, and so is not
-                # tried for ever.
-                self._fail(reason)
-            case Crashed(reason):
-                self._context.crash(runs.get(run.id), reason)
+            case Failed(reason, state):
+                self._context.end_run(run.id, state, reason)
 
     def may_hold(self, runs: Collection[int], *, held_out: bool) -> bool:
         """Whether the child may have read one of some texts. runs: those that learn from one. held_out: one of them is only
@@ -209,8 +205,8 @@ class RunJob:
         return not self._texts_recorded or self._run.id in runs or (held_out and self._candidate is not None)
 
     def abandon(self, reason: str) -> None:
-        """The run becomes CRASHED, and its texts are as if it had never had them."""
-        self._context.crash(self._context.stores.runs.get(self._run.id), reason, give_back=True)
+        """The run becomes ENDED."""
+        self._context.end_run(self._run.id, RunState.ENDED, reason)
 
     @property
     def run_over(self) -> bool:
@@ -239,12 +235,12 @@ class RunJob:
             return
         candidate, scores = self._candidate, self._scores
         if candidate is None or scores is None:
-            context.crash(run, "the child ended without a candidate and its scores")
+            context.end_run(run.id, RunState.FAILED, "the child ended without a candidate and its scores")
             return
         try:
             verdict = self._judge(scores)
         except ValueError as error:
-            self._fail(f"the scores cannot be judged: {error}")
+            context.end_run(run.id, RunState.FAILED, f"the scores cannot be judged: {error}")
             return
         if verdict.promoted:
             self._promote(candidate, verdict)
@@ -262,9 +258,7 @@ class RunJob:
             self._reject(candidate, replace(verdict, promoted=False, reason=f"better, but will not load: {error}"))
             return
         except (Unavailable, TimeoutError) as error:
-            # Not the candidate's fault: what it was trained on may be trained on again.
-            reason = f"the engine could not load the candidate: {error}"
-            context.crash(context.stores.runs.get(run.id), reason, give_back=True)
+            context.end_run(run.id, RunState.FAILED, f"the engine could not load the candidate: {error}")
             return
         self._offer_replay()
         try:
@@ -321,30 +315,26 @@ class RunJob:
         context.report_end(context.stores.runs.reject(run.id, run.fencing, candidate.id, verdict))
         log.info("run %d is rejected: %s", run.id, verdict.reason)
 
-    def _fail(self, reason: str) -> None:
-        if not self._context.stores.runs.get(self._run.id).state.over:
-            run = self._context.stores.runs.move(self._run.id, self._run.fencing, RunState.FAILED, error=reason)
-            self._context.report_end(run)
-        self._context.discard_candidates(reason)
-        log.warning("run %d failed: %s", self._run.id, reason)
-
-    def _too_poor(self) -> str | None:
-        """What the run lacks now that the cases of its undrafted texts are known; None: nothing, or it had no such texts."""
-        if not self._cases_added:
-            return None
-        rules, found = self._context.rules.training, self._context.stores.training_texts.counts_of(self._run.id)
-        return policy.lacking(found, self._run.trigger, min_cases=rules.min_cases, min_tokens=rules.min_tokens)
-
-    def _give_back(self, missing: str) -> None:
-        reason = f"its undrafted texts had fewer cases than expected: {missing}"
-        if not self._context.stores.runs.get(self._run.id).state.over:
-            moved = self._context.stores.runs.move(
-                self._run.id, self._run.fencing, RunState.FAILED, error=reason, give_back=True
-            )
-            self._context.report_end(moved)
+    def _stop(self, state: RunState, reason: str) -> None:
+        """End the run and its child, whatever it has sent."""
+        # The row first: where that cannot be written, the next tick tries again.
+        self._context.end_run(self._run.id, state, reason)
         self._dropped = True
         self._child.stop()
-        log.info("run %d gives its texts back: %s", self._run.id, reason)
+
+    def _too_poor(self) -> str | None:
+        """What the run lacks now that the cases of its undrafted texts are known; None: nothing, or it had no such texts. A
+        smaller run than usual needs less in proportion, and one that looks for the cause of a crash needs nothing."""
+        if not self._cases_added or self._config.get(OWN_TEXTS):
+            return None
+        rules, found = self._context.rules.training, self._context.stores.training_texts.counts_of(self._run.id)
+        share = min(self._config[MAX_GENERATIONS] / rules.max_generations, 1.0)
+        return policy.lacking(
+            found,
+            self._run.trigger,
+            min_cases=math.ceil(share * rules.min_cases),
+            min_tokens=math.ceil(share * rules.min_tokens),
+        )
 
     def _offer_replay(self) -> None:
         """Offer what this run learnt from to the replay buffer: the next runs replay some of it."""

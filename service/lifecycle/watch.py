@@ -10,7 +10,8 @@ from service.lifecycle.child import Child
 from service.lifecycle.context import LifecycleContext
 from service.lifecycle.interim_check import CheckResult, check_schedule, interim_check
 from service.lifecycle.jobs import Demand
-from service.lifecycle.messages import Crashed, Done, Failed, Message, Scores
+from service.lifecycle.machine import Strain
+from service.lifecycle.messages import Done, Failed, Message, Scores
 from service.store.log.sampler import sample
 from service.store.registry.adapters import EvaluationKind
 
@@ -146,7 +147,7 @@ class WatchJob:
         """No: a comparison is short, and under a load that never ends a bad adapter would serve for ever."""
         return False
 
-    def pause(self, demand: Demand, strain: str | None) -> None:
+    def pause(self, demand: Demand, strain: Strain | None) -> None:
         """Does nothing: a comparison does not pause for `strain` either."""
 
     def handle(self, message: Message) -> None:
@@ -156,7 +157,7 @@ class WatchJob:
                 self._scores = message
             case Done():
                 self._decide()
-            case Failed(reason) | Crashed(reason):
+            case Failed(reason):
                 self._watch.failed(self._ref, reason)
             case _:
                 log.warning("a child that compares has no use for %s", type(message).__name__)

@@ -175,7 +175,7 @@ def test_a_run_is_ended_once(http: httpx.Client, server: EchoServer) -> None:
     server.operator.known_runs.append(make_run(1))
     ended = http.delete("/runs/1")
     assert ended.status_code == 200
-    assert (ended.json()["state"], ended.json()["error"]) == ("crashed", "ended by an operator")
+    assert (ended.json()["state"], ended.json()["error"]) == ("ended", "ended by an operator")
     assert ended.json() == http.get("/runs/1").json()
     assert_shape(http.delete("/runs/1"), 409, "conflict")
     assert_shape(http.delete("/runs/2"), 404, "not_found")

@@ -53,7 +53,6 @@ from service.store.database import REVISION, revision
 from service.store.log.generations import split_of
 from service.store.processes.members import Members
 from service.store.registry.lineage import Lineage
-from service.store.registry.runs import MAX_CRASHES
 from service.store.stores import open_stores
 from tests.support.command_line import TREE, Outcome, Redraft, cells, commands, one_sentence
 from tests.support.databases import PostgresDatabases
@@ -309,10 +308,15 @@ def put_aside(config: Path) -> int:
     verdict = Verdict(True, "", 9, 9, 0.1, 0.1, 0.1)
     runs.promote(learnt.id, learnt.fencing, ref.id, verdict)
     stores.adapters.roll_back(ref.id, BARE_DRAFT, verdict)
-    run = claimed(1)
-    for _ in range(MAX_CRASHES):
-        runs.move(run.id, run.fencing, RunState.CRASHED)
-        run = runs.claim(trigger=Trigger.CASES, who=who, parent=BARE_DRAFT, limit=9) or run
+    bad = claimed(1)
+    runs.move(bad.id, bad.fencing, RunState.CRASHED)
+    good = claimed(3)
+    for state in (RunState.TRAINING, RunState.SCORING):
+        runs.move(good.id, good.fencing, state)
+    runs.reject(good.id, good.fencing, None, verdict)
+    bad = runs.claim(trigger=Trigger.CASES, who=who, parent=BARE_DRAFT, limit=9)
+    assert bad is not None
+    runs.move(bad.id, bad.fencing, RunState.CRASHED)
     stores.close()
     return learnt.id
 

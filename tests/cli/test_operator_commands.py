@@ -379,7 +379,7 @@ def test_a_server_s_state_is_one_screen(redraft: Redraft, monkeypatch: pytest.Mo
     verdicts = [
         replace(make_run(number, RunState.REJECTED), verdict=replace(LOST, reason=HOSTILE)) for number in range(1, 6)
     ]
-    server.operator.known_runs += [*verdicts, make_run(6, RunState.CRASHED)]
+    server.operator.known_runs += [*verdicts, replace(make_run(6, RunState.TIMED_OUT), error="too slow")]
     server.operator.known_runs += [make_run(7, progress=Progress(3, 12, paused="busy"))]
     server.metrics.observe([Round(3, 0, 4, 3, 4), Round(3, 0, 0, 0, 1)], 0.1)
     with server.served() as url, httpx.Client(base_url=url, timeout=60) as http:
@@ -396,6 +396,7 @@ def test_a_server_s_state_is_one_screen(redraft: Redraft, monkeypatch: pytest.Mo
     assert found["run"]["id"] == 7 and [run["id"] for run in found["verdicts"]] == [5, 4, 3]
     assert done.status == 0
     rows = {row[0]: row[1] for row in cells(done.out)}
+    assert rows["last run"] == "run 6: timed out: too slow; its texts were given back"
     assert rows["ready"] == "yes" and rows["model"] == "echo" and rows["adapter"] == "3"
     assert rows["requests"] == "1 running, 0 waiting"
     assert rows["acceptance rate"].startswith("0.750") and rows["tokens per target call"].startswith("2.50")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import time
 from threading import Thread
@@ -40,8 +41,12 @@ def test_hold_waits_while_the_parent_pauses_and_says_for_how_long(pipe: tuple[in
     assert channel.hold() < 0.1
 
 
-def test_work_is_throttled_to_its_share_of_the_time_which_is_no_pause(pipe: tuple[int, int]) -> None:
-    channel = Channel(pipe[0], io.StringIO())
+def test_work_is_throttled_to_its_share_of_the_time_which_is_no_pause(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.learning.channel._REPORT_SECONDS", 2.5 * PIECE)
+    sent = io.StringIO()
+    channel = Channel(pipe[0], sent)
     channel.share = 0.25
     channel.hold()
     started_at, paused = time.perf_counter(), 0.0
@@ -50,6 +55,9 @@ def test_work_is_throttled_to_its_share_of_the_time_which_is_no_pause(pipe: tupl
         paused += channel.hold()
     assert 3 * PIECE / 0.25 <= time.perf_counter() - started_at < 8 * PIECE / 0.25
     assert paused < PIECE
+    reported = [json.loads(line) for line in sent.getvalue().splitlines()]
+    assert {message["type"] for message in reported} == {"throttled"} and len(reported) == 3
+    assert reported[-1]["seconds"] >= 3 * PIECE * 3
 
 
 def test_with_all_of_the_time_nothing_is_throttled(pipe: tuple[int, int]) -> None:

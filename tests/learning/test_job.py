@@ -17,6 +17,7 @@ from mlx_lm.tuner.utils import load_adapters
 from service.core import AcceptRule, RunState, Score, TrainingFailed
 from service.learning.channel import ORPHANED
 from service.learning.general_set import GeneralSet
+from service.learning.job import is_out_of_memory
 from service.learning.scoring.score import score
 from service.learning.scoring.simulate import simulate_rounds
 from service.learning.spec import TrainJob, parse
@@ -121,7 +122,7 @@ def test_a_second_run_starts_from_the_first_and_reuses_its_targets(
 ) -> None:
     spec = home.spec(training={"epochs": 2})
     first = of_type(perform(spec), "candidate")[0]
-    home.runs.move(spec["run"], spec["fencing"], RunState.CRASHED)
+    home.runs.move(spec["run"], spec["fencing"], RunState.ENDED)
     # Without its weights the target cannot be run again.
     asleep = tmp_path / "target"
     asleep.mkdir()
@@ -173,7 +174,7 @@ def test_a_second_run_starts_from_the_first_and_reuses_its_targets(
 def test_undrafted_texts_get_the_cases_that_the_parent_would_have_left(home: Home, logged_pair: LoggedPair) -> None:
     first = home.spec(training={"epochs": 2})
     parent = of_type(perform(first), "candidate")[0]["folder"]
-    home.runs.move(first["run"], first["fencing"], RunState.CRASHED)
+    home.runs.move(first["run"], first["fencing"], RunState.ENDED)
     # As if every second text had been decoded without the draft; one position of them has a case already.
     own = case(0, tie=True)
     settled = tuple(g.id for g in logged_pair.logged if g.prompt.sampling.rule is AcceptRule.MATCH)
@@ -263,7 +264,7 @@ def test_a_run_that_was_cancelled_meanwhile_is_not_published(home: Home) -> None
 
     def give_up(message: Message) -> None:
         if message["type"] == "progress" and message["step"] == 1:
-            home.runs.move(spec["run"], spec["fencing"], RunState.CRASHED)
+            home.runs.move(spec["run"], spec["fencing"], RunState.ENDED)
 
     messages = perform(spec, give_up)
     assert of_type(messages, "progress")
@@ -278,6 +279,7 @@ def test_a_run_that_was_cancelled_meanwhile_is_not_published(home: Home) -> None
     [
         ({"fencing": 0}, "fencing token changed"),
         ({"training": TRAINING | {"memory_gb": 1e6}}, "GiB are free"),
+        ({"training": TRAINING | {"memory_gb": 1e6}, "own_texts_only": True}, "GiB are free"),
         ({"parent": "/nowhere", "parent_id": 3}, "cannot be read"),
     ],
 )
@@ -285,7 +287,25 @@ def test_an_impossible_run_reports_the_reason(home: Home, changes: Message, reas
     messages = perform(home.spec() | changes)
     assert [message["type"] for message in messages if message["type"] != "texts"] == ["failed"]
     assert reason in messages[-1]["reason"]
+    assert messages[-1]["memory"] is (reason == "GiB are free")
+    if "own_texts_only" in changes:
+        assert of_type(messages, "texts") == [{"type": "texts", "window": [], "replay": []}]
     assert home.published() == []
+
+
+def test_allocations_that_fail_are_told_from_other_errors() -> None:
+    with pytest.raises(MemoryError) as numpys:
+        np.zeros(2**50)
+    assert is_out_of_memory(numpys.value)
+    for text in (
+        "[malloc] Unable to allocate 68719476736 bytes.",
+        "[metal::malloc] Attempting to allocate 9 bytes which is greater than the maximum allowed buffer size",
+        "[METAL] Command buffer execution failed: Insufficient Memory (kIOGPUCommandBufferCallbackErrorOutOfMemory)",
+        "cudaMallocAsync(&data, size, stream) failed: out of memory",
+    ):
+        assert is_out_of_memory(RuntimeError(text))
+    assert not is_out_of_memory(RuntimeError("[matmul] Last dimension of first input must match"))
+    assert not is_out_of_memory(ValueError("out of memory"))
 
 
 def test_an_invalid_job_is_refused_by_name(home: Home) -> None:

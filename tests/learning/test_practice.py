@@ -117,7 +117,7 @@ def second_run(home: Home, logged_pair: LoggedPair, folder: Path) -> tuple[dict[
     like."""
     first = home.practice_spec(folder, 0.01)
     perform(first)
-    home.runs.move(first["run"], first["fencing"], RunState.CRASHED, error="the server was stopped", give_back=True)
+    home.runs.move(first["run"], first["fencing"], RunState.ENDED, error="the server was stopped")
     some = [g.id for g in logged_pair.logged if split_of(g.prompt.first_user) == TRAIN][:3]
     run = home.runs.claim(trigger=Trigger.PRACTICE, who=logged_pair.who, parent=0, limit=100, seeds=some)
     assert run is not None

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from service.core import FailureCase, Progress, Score
-from service.lifecycle.child import Child
+from service.core import FailureCase, Progress, RunState, Score
+from service.lifecycle.child import Child, Pause
 from service.lifecycle.launcher import Process, ProcessLauncher
-from service.lifecycle.messages import Candidate, Cases, Crashed, Done, Failed, Scores, parse
+from service.lifecycle.messages import Candidate, Cases, Done, Failed, Scores, Throttled, parse
 
 ROUNDS = {"rounds": 3, "accepted": 5, "predicted": 4.5}
 SCORE = {"generation": "g", "domain": "", "tokens": 40, "agreed": 20, "calls": [30, 20], **ROUNDS}
@@ -32,7 +32,9 @@ def test_every_message_of_the_protocol_is_understood() -> None:
     assert parse({"type": "cases", "cases": {"g": [CASE], "h": []}}) == Cases(
         {"g": (FailureCase(3, 5, 6, 0.25, 0.5, 1.5, True),), "h": ()}
     )
-    assert parse({"type": "failed", "reason": "no"}) == Failed("no")
+    assert parse({"type": "failed", "reason": "no"}) == Failed("no", RunState.FAILED)
+    assert parse({"type": "failed", "reason": "no", "memory": True}) == Failed("no", RunState.OUT_OF_MEMORY)
+    assert parse({"type": "throttled", "seconds": 1.5}) == Throttled(1.5)
     assert parse({"type": "done"}) == Done()
 
 
@@ -82,7 +84,7 @@ def started(tmp_path: Path, code: str) -> tuple[Child, Process]:
 def listen(child: Child, seconds: float = 10.0) -> None:
     """Wait until the child has ended."""
     end = time.monotonic() + seconds
-    while not any(isinstance(message, Done | Failed | Crashed) for message in child.inbox):
+    while not any(isinstance(message, Done | Failed) for message in child.inbox):
         assert time.monotonic() < end
         child.poll(60.0)
         time.sleep(0.01)
@@ -107,19 +109,24 @@ def test_messages_after_the_last_one_are_ignored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "reason"),
+    ("code", "state", "reason"),
     [
-        ("import sys; sys.exit(3)", "exit code 3"),
-        ("pass", "exit code 0"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "exit code -9"),
-        ("print('[1, 2]', flush=True); import sys; sys.stdin.read()", "unreadable"),
+        ("import sys; sys.exit(3)", RunState.CRASHED, "exit code 3"),
+        ("pass", RunState.CRASHED, "exit code 0"),
+        ("import os; os.abort()", RunState.CRASHED, "exit code -6 (SIGABRT)"),
+        ("print('[1, 2]', flush=True); import sys; sys.stdin.read()", RunState.CRASHED, "unreadable"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", RunState.OUT_OF_MEMORY, "memory is short"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", RunState.ENDED, "ended by SIGTERM"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGHUP)", RunState.ENDED, "ended by SIGHUP"),
     ],
 )
-def test_an_exit_without_a_final_message_is_a_crash(tmp_path: Path, code: str, reason: str) -> None:
+def test_an_exit_without_a_final_message_says_how_the_child_ended(
+    tmp_path: Path, code: str, state: RunState, reason: str
+) -> None:
     child, process = started(tmp_path, code)
     listen(child)
     (last,) = child.inbox
-    assert isinstance(last, Crashed) and reason in last.reason
+    assert isinstance(last, Failed) and last.state is state and reason in last.reason
     assert process.exit_code() is not None
 
 
@@ -132,8 +139,34 @@ def test_time_is_limited(tmp_path: Path) -> None:
     assert not child.inbox and process.exit_code() is None
     times[0] += 1
     child.poll(60.0)
-    assert isinstance(child.inbox[0], Crashed)
+    assert child.inbox[0] == Failed("the child did not end within 60 s of work", RunState.TIMED_OUT)
     assert process.exit_code() is not None
+
+
+def test_time_for_which_it_was_throttled_or_paused_does_not_count(tmp_path: Path) -> None:
+    text = """print('{"type": "throttled", "seconds": 100}', flush=True); import sys; sys.stdin.read()"""
+    _, process = started(tmp_path, text)
+    times = [1000.0]
+    child = Child(process, lambda: times[0])
+    end = time.monotonic() + 10
+    times[0] += 160
+    while True:
+        # It is over only until the message is read.
+        child.poll(1000.0)
+        if child.throttled:
+            break
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    child.poll(60.0)
+    child.pause(Pause.BUSY, True)
+    times[0] += 3600
+    child.poll(60.0)
+    child.pause(Pause.BUSY, False)
+    child.poll(60.0)
+    assert not child.inbox and not child.ended
+    times[0] += 1
+    child.poll(60.0)
+    assert child.ended
 
 
 def test_a_child_that_does_not_listen_is_ended_by_force(tmp_path: Path) -> None:

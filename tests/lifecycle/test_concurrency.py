@@ -72,13 +72,13 @@ def test_the_run_of_a_process_that_fell_silent_is_given_up(installation: Install
         assert other.runs.current(WHO) is not None
         lapse(installation.url, gone.members.token)
         other.supervisor.tick()
-        assert [run.state for run in other.runs.latest(10)] == [RunState.CRASHED]
+        assert [run.state for run in other.runs.latest(10)] == [RunState.LOST]
         # It was only slow: its late messages change nothing.
         with suppress(StoreError):
             gone.supervisor.tick()
         gone.supervisor.stop()
         assert gone.launcher.started[0].exit_code() is not None
-        assert [run.state for run in other.runs.latest(10)] == [RunState.CRASHED]
+        assert [run.state for run in other.runs.latest(10)] == [RunState.LOST]
 
 
 @BOTH
@@ -88,7 +88,7 @@ def test_a_supervisor_that_lost_its_run_ends_its_child(installation: Installatio
         server.tick_until(lambda: server.runs.current(WHO) is not None)
         run = server.runs.current(WHO)
         assert run is not None
-        server.runs.move(run.id, run.fencing, RunState.CRASHED, error="taken")
+        server.runs.move(run.id, run.fencing, RunState.ENDED, error="taken")
         installation.plan_children(train="hang")
         server.tick_until(lambda: server.launcher.started[0].exit_code() is not None)
         assert not [ref for ref in server.adapters.all() if ref.run == run.id and ref.state is AdapterState.ACTIVE]

@@ -69,7 +69,7 @@ def test_a_run_that_learns_from_an_erased_text_is_ended_and_its_other_texts_are_
         assert alive(server) and not server.runs.get(run.id).state.over, "it learns from none of it"
         assert server.supervisor.erase(of("new0")) == Erased(1, (), ())
         ended = server.runs.get(run.id)
-        assert (ended.state, ended.error) == (RunState.CRASHED, REASON)
+        assert (ended.state, ended.error) == (RunState.ENDED, REASON)
         assert not alive(server)
         assert server.training_texts.untrained(WHO).generations == ENOUGH - 1, "free for other runs"
         # A second and a third such run count as no crash over the texts that are left.
@@ -214,7 +214,7 @@ def test_a_run_on_top_of_an_adapter_that_is_retired_is_ended(installation: Insta
         assert server.supervisor.erase(of(learnt[0]), retire_adapters=True).revoked == (ref.id,)
         ended = server.runs.get(run.id)
         assert (ended.state, ended.error) == (
-            RunState.CRASHED,
+            RunState.ENDED,
             "the adapter that it was trained on top of was revoked",
         )
         assert server.training_texts.untrained(WHO).generations == ENOUGH

@@ -13,15 +13,31 @@ from service.core import (
 from service.lifecycle import cleaning
 from tests.support.lifecycle_server import ENOUGH, WHO, Installation, check_consistent, generation
 
+CRASHES = ("kill", "garbage", "leave", "kill before publishing", "kill after the candidate")
 
-@pytest.mark.parametrize("plan", ["kill", "garbage", "leave", "kill before publishing", "kill after the candidate"])
-def test_a_crashed_child_frees_its_cases(installation: Installation, plan: str) -> None:
+
+@pytest.mark.parametrize(
+    ("plan", "state"),
+    [
+        *((plan, RunState.CRASHED) for plan in CRASHES),
+        ("give up", RunState.FAILED),
+        ("memory ran out", RunState.OUT_OF_MEMORY),
+        ("killed", RunState.OUT_OF_MEMORY),
+        ("ended by a signal", RunState.ENDED),
+        ("other texts", RunState.FAILED),
+        ("no parent", RunState.FAILED),
+    ],
+)
+def test_a_child_that_ends_without_a_result_frees_its_texts(
+    installation: Installation, plan: str, state: RunState
+) -> None:
     installation.plan_children(train=plan)
     with installation.server(cooldown_seconds=300.0) as server:
         server.traffic()
         cases = server.training_texts.untrained(WHO).cases
-        server.tick_until(server.ended(RunState.CRASHED))
+        server.tick_until(server.ended(state))
         assert server.runs.latest(1)[0].error
+        assert server.generations.stats().quarantined == server.generations.stats().trained == 0
         assert server.training_texts.untrained(WHO).cases == cases
         assert server.engine.active == BARE_DRAFT
         assert server.launcher.started[0].exit_code() is not None
@@ -29,6 +45,7 @@ def test_a_crashed_child_frees_its_cases(installation: Installation, plan: str) 
         installation.plan_children()
         installation.clock_offset = timedelta(seconds=301)
         server.tick_until(server.ended(RunState.PROMOTED))
+        check_consistent(server)
 
 
 def test_a_folder_published_by_a_killed_child_is_removed(
@@ -63,28 +80,9 @@ def test_a_hanging_child_is_killed(installation: Installation) -> None:
         server.traffic()
         server.tick_until(lambda: bool(server.runs.latest(1)) and server.runs.latest(1)[0].progress.step == 1)
         installation.clock_offset = timedelta(seconds=61)
-        server.tick_until(server.ended(RunState.CRASHED))
+        server.tick_until(server.ended(RunState.TIMED_OUT))
         assert "60 s" in str(server.runs.latest(1)[0].error)
         assert server.launcher.started[0].exit_code() is not None
-
-
-def test_a_failed_run_reports_the_reason_and_uses_up_its_cases(installation: Installation) -> None:
-    installation.plan_children(train="give up")
-    with installation.server() as server:
-        server.traffic()
-        server.tick_until(server.ended(RunState.FAILED))
-        assert server.runs.latest(1)[0].error == "too few examples"
-        assert server.training_texts.untrained(WHO).cases == 0
-        check_consistent(server)
-
-
-@pytest.mark.parametrize("plan", ["other texts", "no parent"])
-def test_scores_of_different_texts_fail_the_run(installation: Installation, plan: str) -> None:
-    installation.plan_children(train=plan)
-    with installation.server() as server:
-        server.traffic()
-        server.tick_until(server.ended(RunState.FAILED))
-        assert "scores" in str(server.runs.latest(1)[0].error)
         check_consistent(server)
 
 
@@ -101,25 +99,11 @@ def test_what_a_child_learns_from_is_named(installation: Installation) -> None:
         check_consistent(server)
 
 
-def test_cases_of_three_crashes_are_quarantined(installation: Installation) -> None:
-    installation.plan_children(train="kill")
-    with installation.server() as server:
-        server.traffic()
-        server.tick_until(server.ended(RunState.CRASHED, 3))
-        for _ in range(5):
-            server.supervisor.tick()
-        assert len(server.runs.latest(10)) == 3
-        assert server.generations.stats().quarantined == 3 * ENOUGH
-        installation.plan_children()
-        server.promote()
-        check_consistent(server)
-
-
-def test_a_child_that_cannot_be_started_is_a_crash(installation: Installation) -> None:
+def test_a_child_that_cannot_be_started_fails_its_run(installation: Installation) -> None:
     with installation.server(cooldown_seconds=300.0) as server:
         server.launcher.missing = True
         server.traffic()
-        server.tick_until(server.ended(RunState.CRASHED))
+        server.tick_until(server.ended(RunState.FAILED))
         assert "no such interpreter" in str(server.runs.latest(1)[0].error)
         check_consistent(server)
 
@@ -142,7 +126,7 @@ def test_a_dead_engine_loses_the_candidate_but_not_its_cases(installation: Insta
     with installation.server(cooldown_seconds=300.0) as server:
         server.engine.dead = True
         server.traffic()
-        server.tick_until(server.ended(RunState.CRASHED))
+        server.tick_until(server.ended(RunState.FAILED))
         assert server.training_texts.untrained(WHO).cases == 3 * ENOUGH
         server.engine.dead = False
         check_consistent(server)

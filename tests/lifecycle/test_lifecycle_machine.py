@@ -28,6 +28,7 @@ from sqlalchemy import select
 
 from service.core import BARE_DRAFT, AdapterState, BadRequest, Conflict, RunState, Selection, Trigger
 from service.lifecycle.context import LifecycleContext, Rules
+from service.lifecycle.machine import Strain
 from service.lifecycle.practice_choice import PracticeChoice
 from service.lifecycle.supervisor import Supervisor
 from service.lifecycle.switching import Switching
@@ -151,7 +152,7 @@ class Machine(RuleBasedStateMachine):
         self.names = random.Random(0)
         self.url = self.databases.empty(self.home)
         self.clock_offset = timedelta()
-        self.strain: str | None = None
+        self.strain: Strain | None = None
         self.busy = False
         self.drifted = False
         self.back: set[int] = set()
@@ -299,8 +300,8 @@ class Machine(RuleBasedStateMachine):
     def time_passes(self, minutes: int) -> None:
         self.clock_offset += timedelta(minutes=minutes)
 
-    @rule(strain=st.sampled_from([None, None, "on battery"]), busy=st.booleans())
-    def surroundings_change(self, strain: str | None, busy: bool) -> None:
+    @rule(strain=st.sampled_from([None, None, Strain.BATTERY, Strain.MEMORY]), busy=st.booleans())
+    def surroundings_change(self, strain: Strain | None, busy: bool) -> None:
         self.strain, self.busy = strain, busy
         self.tick(2)  # the first may be the one that starts the child
         run = self.runs.current(WHO)
@@ -410,7 +411,7 @@ class Machine(RuleBasedStateMachine):
         aside = {row.seq for row in texts if row.quarantined_run is not None}
         assert not aside & replayed, "a quarantined text is replayed"
         assert not aside & {row.seq for row in had if not states[row.run].over}, "a run has quarantined texts"
-        stands = Counter(row.seq for row in had if states[row.run] is not RunState.CRASHED)
+        stands = Counter(row.seq for row in had if not states[row.run].gives_texts_back)
         assert set(stands.values()) <= {1}, "two runs had a text as new"
         found = Counter(case.seq for case in cases if not case.tie)
         assert all(text.cases in {None, found[text.seq]} for text in texts), "texts do not have the cases that they say"

@@ -10,9 +10,11 @@ import pytest
 from service.core import RunState
 from service.lifecycle.machine import (
     EVERY_SECONDS,
-    MachineStrain,
+    Cached,
+    Strain,
     discharging,
     drawn_from_battery,
+    machine_strain,
     on_linux,
     on_macos,
     slowed_down,
@@ -20,6 +22,7 @@ from service.lifecycle.machine import (
     stalled,
     throttled,
 )
+from service.lifecycle.training import MAX_PAUSE_SECONDS
 from service.metrics import Metrics
 from service.settings import TrainingSettings
 from tests.support.lifecycle_server import WHO, Installation
@@ -154,7 +157,7 @@ def test_each_setting_controls_one_reason(tmp_path: Path, setting: str, reason: 
 
 
 def test_asking_this_machine_works_and_tools_that_are_missing_say_nothing() -> None:
-    assert MachineStrain.here(TrainingSettings())() in {None, "on battery", "the machine is hot", "memory is short"}
+    assert machine_strain(TrainingSettings())() in {None, "on battery", "the machine is hot", "memory is short"}
     assert on_macos(TrainingSettings(), lambda *command: "") is None
 
 
@@ -165,7 +168,7 @@ def test_the_system_is_asked_now_and_then() -> None:
         asked[0] += 1
         return f"reason {asked[0]}"
 
-    surroundings = MachineStrain(read_strain, lambda: now[0])
+    surroundings = Cached(read_strain, lambda: now[0])
     assert [surroundings() for _ in range(3)] == ["reason 1"] * 3
     now[0] += EVERY_SECONDS - 1
     assert surroundings() == "reason 1"
@@ -178,7 +181,7 @@ def test_the_system_is_asked_now_and_then() -> None:
 
 def test_on_battery_only_requested_runs_start(installation: Installation) -> None:
     with installation.server() as server:
-        server.strain = "on battery"
+        server.strain = Strain.BATTERY
         server.traffic()
         for _ in range(5):
             server.supervisor.tick()
@@ -201,10 +204,10 @@ def test_a_paused_run_reports_the_reason_and_its_time_limit_pauses(installation:
         assert paused() is None
         server.busy = True
         assert paused() == "serving is busy"
-        server.strain = "on battery"
+        server.strain = Strain.BATTERY
         assert paused() == "on battery"
         assert server.runs.latest(1)[0].progress.step == 1, "the rest of its progress stays"
-        installation.clock_offset = timedelta(hours=8)
+        installation.clock_offset = timedelta(seconds=MAX_PAUSE_SECONDS - 10)
         assert paused() == "on battery"
         server.busy, server.strain = False, None
         assert paused() is None
@@ -213,7 +216,7 @@ def test_a_paused_run_reports_the_reason_and_its_time_limit_pauses(installation:
         assert [run.state for run in server.runs.latest(2)] == [RunState.TRAINING], "no second run after a crash"
         assert server.runs.loss_curve(1) == [(1, 1.5)], "pausing is no step"
         installation.clock_offset += timedelta(seconds=20)
-        server.tick_until(server.ended(RunState.CRASHED))
+        server.tick_until(server.ended(RunState.TIMED_OUT))
 
 
 def test_progress_of_a_paused_child_does_not_hide_the_pause(installation: Installation) -> None:
@@ -221,15 +224,15 @@ def test_progress_of_a_paused_child_does_not_hide_the_pause(installation: Instal
     with installation.server() as server:
         server.traffic()
         server.supervisor.tick()
-        server.strain = "memory is short"
+        server.strain = Strain.HEAT
         server.tick_until(lambda: server.runs.latest(1)[0].progress.step == 1)
-        assert server.runs.latest(1)[0].progress.paused == "memory is short"
+        assert server.runs.latest(1)[0].progress.paused == "the machine is hot"
 
 
 def test_a_comparison_runs_on_battery(installation: Installation) -> None:
     with installation.server() as server:
         ref = server.promote()
-        server.strain = "on battery"
+        server.strain = Strain.BATTERY
         server.traffic(cases=0)
         server.tick_until(server.watched(ref.id))
 

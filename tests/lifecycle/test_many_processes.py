@@ -95,11 +95,11 @@ def test_a_process_that_fell_silent_begins_anew(installation: Installation) -> N
         lapse(installation.url, silent.members.token)
         installation.plan_children()
         with installation.server() as other:
-            assert other.runs.get(run.id).state is RunState.CRASHED
+            assert other.runs.get(run.id).state is RunState.LOST
             other.tick_until(other.ended(RunState.PROMOTED))
             with suppress(StoreError):
                 silent.supervisor.tick()
-            assert other.runs.get(run.id).state is RunState.CRASHED
+            assert other.runs.get(run.id).state is RunState.LOST
             assert not silent.members.renew()
             silent.supervisor.rejoin()
             assert forgotten == [Selection(everything=True)]
@@ -171,7 +171,7 @@ def test_an_erasure_is_carried_out_by_all_before_the_rows_go(installation: Insta
                 while not third.runs.get(run.id).state.over:
                     assert time.monotonic() < end
                     time.sleep(0.01)
-                assert third.runs.get(run.id).state is RunState.CRASHED, "its child had read them"
+                assert third.runs.get(run.id).state is RunState.ENDED, "its child had read them"
                 assert second.launcher.started[0].exit_code() is not None
 
 

@@ -25,7 +25,7 @@ def decide(
     **hindrances: Any,
 ) -> Trigger | str:
     """What the supervisor does with both."""
-    hindered = policy.hindrance(last_run, now, **hindrances)
+    hindered = policy.hindrance([last_run] if last_run else [], now, **hindrances)
     return policy.decide(counts, hindered, min_cases=min_cases, min_tokens=min_tokens, drifted=drifted)
 
 

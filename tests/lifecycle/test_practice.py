@@ -13,11 +13,11 @@ from sqlalchemy import update
 
 from service.core import BadRequest, Conflict, PracticeState, RunState, Trigger
 from service.lifecycle import policy
-from service.lifecycle.machine import untouched_seconds, user_on_macos
+from service.lifecycle.machine import Strain, untouched_seconds, user_on_macos
 from service.lifecycle.practice_choice import FILE
 from service.lifecycle.practice_starter import PracticeStarter
 from service.lifecycle.supervisor import CLEAN_EVERY
-from service.lifecycle.training import GIVE_UP_SECONDS
+from service.lifecycle.training import MAX_PRACTICE_PAUSE_SECONDS, MEMORY_GIVEN_BACK
 from service.store.registry.practice import Practised, practised
 from service.store.tables import training_runs
 from tests.support.lifecycle_server import ENOUGH, WHO, Installation, Server
@@ -102,13 +102,13 @@ def test_it_pauses_while_anything_is_asked_and_gives_up_in_the_end(installation:
         server.supervisor.tick()
         run = server.runs.current(WHO)
         assert run is not None and run.progress.paused == "requests are answered"
-        installation.clock_offset = timedelta(seconds=GIVE_UP_SECONDS - 5)
+        installation.clock_offset = timedelta(seconds=MAX_PRACTICE_PAUSE_SECONDS - 5)
         server.supervisor.tick()
         assert practising(server)
-        installation.clock_offset = timedelta(seconds=GIVE_UP_SECONDS + 5)
-        server.tick_until(server.ended(RunState.CRASHED))
+        installation.clock_offset = timedelta(seconds=MAX_PRACTICE_PAUSE_SECONDS + 5)
+        server.tick_until(server.ended(RunState.ENDED))
         (ended,) = server.runs.latest(9)
-        assert ended.error == "given up after 10 minutes of pauses: requests are answered"
+        assert ended.error == "paused for too long, 10 minutes more than it worked: requests are answered"
         assert not server.supervisor.working and process.exit_code() is not None
 
 
@@ -129,16 +129,14 @@ def test_pauses_add_up_less_the_time_that_it_works(installation: Installation, w
         assert practising(server) is goes_on
 
 
-def test_a_machine_that_stays_strained_gets_the_memory_back(installation: Installation) -> None:
+def test_a_machine_that_is_short_of_memory_gets_it_back(installation: Installation) -> None:
     installation.plan_children(train="hang")
     with installation.server(practice=True) as server:
         server.traffic(FEW)
         server.supervisor.tick()
-        server.strain = "memory is short"
-        server.supervisor.tick()
-        installation.clock_offset = timedelta(seconds=GIVE_UP_SECONDS + 5)
-        server.tick_until(server.ended(RunState.CRASHED))
-        assert server.runs.latest(9)[0].error == "given up after 10 minutes of pauses: memory is short"
+        server.strain = Strain.MEMORY
+        server.tick_until(server.ended(RunState.OUT_OF_MEMORY))
+        assert server.runs.latest(9)[0].error == MEMORY_GIVEN_BACK
         assert not server.supervisor.working
 
 
@@ -219,18 +217,18 @@ def test_it_has_its_minutes_and_then_time_to_score(installation: Installation) -
         server.supervisor.tick()
         assert server.runs.get(run.id).state is RunState.TRAINING and server.supervisor.working
         installation.clock_offset = timedelta(minutes=20, seconds=10)
-        server.tick_until(server.ended(RunState.FAILED))
-        assert server.runs.get(run.id).error == "the child did not end within 1200 s"
+        server.tick_until(server.ended(RunState.TIMED_OUT))
+        assert server.runs.get(run.id).error == "the child did not end within 1200 s of work"
 
 
 def test_what_crashes_is_not_tried_for_ever(installation: Installation) -> None:
     installation.plan_children(train="kill")
     with installation.server(practice=True) as server:
         server.traffic(FEW)
-        server.tick_until(server.ended(RunState.FAILED, 2))
+        server.tick_until(server.ended(RunState.CRASHED, 2))
         server.supervisor.tick()
         assert server.supervisor.practice().waits == "2 practice runs in a row were refused: 0 of 100 new generations"
-        assert [run.state for run in server.runs.latest(9)] == [RunState.FAILED] * 2
+        assert [run.state for run in server.runs.latest(9)] == [RunState.CRASHED] * 2
         # They claimed nothing, and say nothing about the texts.
         assert server.training_texts.untrained(WHO).generations == FEW
 
@@ -240,10 +238,10 @@ def test_what_was_asked_for_goes_on_where_the_machine_is_strained(installation: 
     with installation.server(practice=True) as server:
         server.traffic(FEW)
         server.supervisor.tick()
-        server.strain = "the machine runs on its battery"
+        server.strain = Strain.BATTERY
         server.supervisor.tick()
         (run,) = server.runs.latest(9)
-        assert run.progress.paused == "the machine runs on its battery", "nobody asked for it"
+        assert run.progress.paused == "on battery", "nobody asked for it"
         server.supervisor.end_run(run.id)
         run = server.supervisor.request_training(None, 3.0)
         server.supervisor.tick()
@@ -275,7 +273,7 @@ def test_it_is_turned_on_and_off_while_the_server_runs(installation: Installatio
         assert practising(server) and server.supervisor.practice() == PracticeState(True)
         assert server.supervisor.choose_practice(False) == PracticeState(False)
         (ended,) = server.runs.latest(9)
-        assert (ended.state, ended.error) == (RunState.CRASHED, "practice was turned off")
+        assert (ended.state, ended.error) == (RunState.ENDED, "practice was turned off")
         assert not server.supervisor.working and server.launcher.started[0].exit_code() is not None
         server.supervisor.tick()
         assert server.runs.current(WHO) is None
@@ -305,9 +303,9 @@ def test_why_none_starts_is_told(installation: Installation) -> None:
         nothing = "nothing has been recorded yet that it could begin like"
         assert server.supervisor.practice().waits == nothing
         server.traffic(FEW)
-        server.strain = "the machine runs on its battery"
+        server.strain = Strain.BATTERY
         server.supervisor.tick()
-        assert server.supervisor.practice().waits == "the machine runs on its battery"
+        assert server.supervisor.practice().waits == "on battery"
         server.strain = None
         server.supervisor.request_training(None)
         assert server.supervisor.practice().waits is None, "a run is under way"

@@ -104,7 +104,7 @@ def test_a_server_killed_while_its_child_trains(installation: Installation) -> N
     installation.plan_children()
     with installation.server() as successor:
         check_consistent(successor)
-        assert successor.runs.latest(1)[0].state is RunState.CRASHED
+        assert successor.runs.latest(1)[0].state is RunState.LOST
         assert successor.training_texts.untrained(WHO).cases == cases
         successor.tick_until(successor.ended(RunState.PROMOTED))
 
@@ -119,7 +119,7 @@ def test_a_start_ends_the_open_runs_of_every_pair(installation: Installation) ->
         assert run is not None and server.runs.unfinished() == [run]
     with installation.server() as successor:
         assert successor.runs.unfinished() == []
-        assert successor.runs.get(run.id).state is RunState.CRASHED
+        assert successor.runs.get(run.id).state is RunState.LOST
         check_consistent(successor)
 
 
@@ -141,7 +141,7 @@ def test_stopping_servers_during_training_quarantines_nothing(installation: Inst
             server.traffic()
             server.tick_until(lambda server=server: server.runs.current(WHO) is not None)
             server.supervisor.stop()
-            assert server.runs.latest(1)[0].state is RunState.CRASHED
+            assert server.runs.latest(1)[0].state is RunState.ENDED
             assert server.generations.stats().quarantined == 0
 
 
@@ -153,7 +153,7 @@ def test_stopping_ends_the_child_and_frees_its_cases(installation: Installation)
         server.tick_until(lambda: server.runs.current(WHO) is not None)
         server.supervisor.stop()
         assert server.launcher.started[0].exit_code() is not None
-        assert server.runs.latest(1)[0].state is RunState.CRASHED
+        assert server.runs.latest(1)[0].state is RunState.ENDED
         assert server.training_texts.untrained(WHO).cases > 0
         server.supervisor.stop()
         server.supervisor.tick()

@@ -130,7 +130,7 @@ def test_the_training_child_is_killed_and_then_the_server(tmp_path: Path) -> Non
         run, before = train(server, 0)
         for pid in meanwhile(server, before, rng.uniform(0.0, 1.0), child=True):
             os.kill(pid, signal.SIGKILL)
-        assert over(server, run) is RunState.CRASHED
+        assert over(server, run) is RunState.OUT_OF_MEMORY
         assert generate(server, "and after")["tokens"]
         assert server.request("GET", "/health/ready").status_code == 200
 
@@ -209,7 +209,7 @@ def test_the_training_child_is_killed_at_random_moments(tmp_path: Path) -> None:
                     os.kill(pid, signal.SIGKILL)
             states.append(over(server, run))
             assert generate(server, "and after")["tokens"]
-        assert states[0] is RunState.CRASHED
+        assert states[0] is RunState.OUT_OF_MEMORY
         assert server.request("GET", "/health/ready").status_code == 200
     finally:
         assert server.stop() == 0

@@ -135,7 +135,7 @@ def test_servers_and_a_trainer_outlive_kills_of_any_of_them(tmp_path: Path, url:
             for other in others:
                 assert generate(other, f"still there {kill}?")["tokens"]
             took.append(until(lambda pid=victim: pid not in pids(database) and not runs.orphaned(), seconds=LATE))
-            lost += bool(runs.latest(1)) and runs.latest(1)[0].state is RunState.CRASHED
+            lost += bool(runs.latest(1)) and runs.latest(1)[0].state is RunState.LOST
             restart()
         assert lost > 0, "kills that hit no run show little"
         until(lambda: runs.unfinished() == [], lambda: runs.latest(3))

@@ -78,7 +78,7 @@ def test_a_server_is_refused_until_the_database_is_free(tmp_path: Path) -> None:
         server.start()
         try:
             assert generate(server, "hello")["tokens"]
-            assert server.get(f"/train/{run.id}")["state"] == "crashed"
+            assert server.get(f"/train/{run.id}")["state"] == "lost"
         finally:
             assert server.stop() == 0
         # A stopped server frees the database for the next one.
@@ -184,7 +184,7 @@ def test_a_second_server_on_the_same_database_is_refused(
         first.stop()
         second.start()
         assert generate(second, "hello")["tokens"]
-        assert second.get(f"/train/{run['id']}")["state"] == "crashed"
+        assert second.get(f"/train/{run['id']}")["state"] == "lost"
         assert second.stop() == 0
         # A stopped server frees the database for the next one.
         stores = open_stores(load_settings(first.config))

@@ -90,7 +90,7 @@ def test_a_run_is_ended_with_its_child(tmp_path: Path, monkeypatch: pytest.Monke
         assert child.is_running()
         ended = server.request("DELETE", f"/runs/{run['id']}")
         assert ended.status_code == 200
-        assert (ended.json()["state"], ended.json()["error"]) == ("crashed", "ended by an operator")
+        assert (ended.json()["state"], ended.json()["error"]) == ("ended", "ended by an operator")
         assert not child.is_running()
         assert server.request("DELETE", f"/runs/{run['id']}").status_code == 409
         assert server.request("DELETE", "/runs/99").status_code == 404

@@ -151,7 +151,7 @@ def test_who_was_given_up_writes_nothing_until_it_has_joined_again(database: Dat
     with pytest.raises(IllegalMove, match="given up"):
         runs.move(run.id, run.fencing, RunState.TRAINING)
     ended = Runs(other).give_up(run, "gone")
-    assert ended is not None and ended.state is RunState.CRASHED
+    assert ended is not None and ended.state is RunState.LOST
     assert Runs(other).give_up(run, "gone") is None
     other.close()
 

@@ -6,7 +6,7 @@ import random
 
 from sqlalchemy import update
 
-from service.core import Generation, RunState, Trigger
+from service.core import Generation, Trigger
 from service.store.database import Database
 from service.store.log.generations import Generations
 from service.store.log.likeness import KINDS
@@ -14,19 +14,18 @@ from service.store.registry.runs import Runs
 from service.store.replay.buffer import Replay
 from service.store.tables import generations
 from tests.support.databases import BY_NIGHT
-from tests.support.store_rows import HELD_OUT_TEXT, TRAIN_TEXT, WHO, case, generation, texts
+from tests.support.store_rows import HELD_OUT_TEXT, TRAIN_TEXT, WHO, case, generation, reject, texts
 
 CAPACITY = 32
 
 
 def run_on(database: Database) -> int:
-    """A run that claims all cases, is remembered and fails."""
+    """A run that claims all cases, is rejected and remembered."""
     runs = Runs(database)
     run = runs.claim(trigger=Trigger.MANUAL, who=WHO, parent=0, limit=1000)
     assert run is not None
-    runs.move(run.id, run.fencing, RunState.TRAINING)
+    reject(runs, run)
     Replay(database).offer_run(run.id, CAPACITY, seed=0)
-    runs.move(run.id, run.fencing, RunState.FAILED, error="enough")
     return run.id
 
 

@@ -20,7 +20,7 @@ from service.store.registry.lineage import Lineage
 from service.store.registry.runs import Runs
 from service.store.replay.buffer import Replay
 from service.store.tables import generations, run_texts
-from tests.support.store_rows import ADAPTERS, HELD_OUT_TEXT, LOST, WHO, case, generation, promote
+from tests.support.store_rows import ADAPTERS, HELD_OUT_TEXT, LOST, WHO, case, generation, promote, reject
 
 OTHER = replace(WHO, draft="e" * 64)
 
@@ -64,7 +64,7 @@ def texts(database: Database) -> Texts:
 def test_each_draft_has_a_text_as_new_once(texts: Texts) -> None:
     made = texts.add(2)
     run = texts.claim()
-    texts.runs.move(run.id, run.fencing, RunState.FAILED)
+    reject(texts.runs, run)
     assert texts.training_texts.untrained(WHO) == UntrainedCounts(0, 0, 0)
     assert texts.runs.claim(trigger=Trigger.CASES, who=WHO, parent=0, limit=9) is None
     assert texts.training_texts.untrained(OTHER) == UntrainedCounts(2, 10, 2), "another draft has learnt none of it"
@@ -74,9 +74,6 @@ def test_each_draft_has_a_text_as_new_once(texts: Texts) -> None:
 
 def test_all_that_a_run_learns_from_is_named(texts: Texts) -> None:
     old, new = texts.add(2), texts.add(1)
-    run = texts.claim()
-    texts.runs.move(run.id, run.fencing, RunState.CRASHED, give_back=True)
-    assert texts.of(run) == {}, "a run that was ended from outside had nothing"
     run = texts.claim()
     texts.runs.record_texts(run.id, run.fencing, Role.WINDOW, [new[0].id, "general-5", old[0].id])
     well = texts.add(2, cases=0)
@@ -94,8 +91,7 @@ def test_a_rollback_puts_aside_what_no_standing_adapter_has_learnt(texts: Texts,
     first = texts.add(1)
     promoted = texts.promote(texts.claim())
     lost = texts.add(1)
-    run = texts.claim()
-    texts.runs.move(run.id, run.fencing, RunState.FAILED)
+    reject(texts.runs, texts.claim())
     (well,) = texts.add(1, cases=0)
     second = texts.add(1, cases=2)
     Replay(database).offer("code", [one.id for one in (*first, *lost, well, *second)], 8, 0)
@@ -119,7 +115,7 @@ def test_a_text_that_is_new_to_a_run_is_not_counted_for_the_next_while_it_runs(t
     texts.add(3)
     run = texts.claim()
     assert texts.training_texts.untrained(WHO).generations == 0
-    texts.runs.move(run.id, run.fencing, RunState.CRASHED)
+    texts.runs.move(run.id, run.fencing, RunState.ENDED)
     assert texts.training_texts.untrained(WHO).generations == 3
 
 

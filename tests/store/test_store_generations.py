@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import select
 
-from service.core import BadRequest, Erased, Generation, Provenance, Round, RunState, Sampling, Selection, Trigger
+from service.core import BadRequest, Erased, Generation, Provenance, Round, Sampling, Selection, Trigger
 from service.store.database import Database
 from service.store.log.generations import Generations, split_of
 from service.store.log.rows import id_bytes, target_bytes, values_of
@@ -22,7 +22,7 @@ from service.store.registry.runs import Runs
 from service.store.replay.buffer import Replay
 from service.store.tables import metadata
 from tests.support.databases import BY_NIGHT
-from tests.support.store_rows import START, WHO, case, generation, targets, texts
+from tests.support.store_rows import START, WHO, case, generation, reject, targets, texts
 
 
 def test_a_generation_is_read_as_it_was_stored(database: Database) -> None:
@@ -310,7 +310,7 @@ def test_eight_hundred_copies_count_once(database: Database) -> None:
     assert (stats.requests, stats.generations, stats.cases) == (801, 2, 3)
     run = runs.claim(trigger=Trigger.CASES, who=WHO, parent=0, limit=10)
     assert run is not None and (run.cases, run.generations) == (3, 2)
-    runs.move(run.id, run.fencing, RunState.FAILED)
+    reject(runs, run)
     # A run has claimed the text, so copies of it are not new while the same adapter serves.
     store.add([replace(first, id="later")]).result()
     assert TrainingTexts(database).untrained(WHO).cases == 0

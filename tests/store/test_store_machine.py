@@ -40,7 +40,7 @@ from service.store.log.generations import Generations
 from service.store.log.run_texts import Role
 from service.store.log.training_texts import TrainingTexts
 from service.store.registry.adapters import Adapters
-from service.store.registry.runs import MAX_CRASHES, Runs
+from service.store.registry.runs import Runs
 from service.store.tables import adapters, evaluations, generations, metadata, run_texts, training_runs
 from tests.support.databases import BY_NIGHT, Databases
 from tests.support.store_rows import ADAPTERS, LOST, WHO, WON, case, generation
@@ -92,6 +92,7 @@ class Machine(RuleBasedStateMachine):
         runs, texts = Runs(self.database), TrainingTexts(self.database)
         known = runs.by_key(key) if key else None
         open_now, waiting = runs.current(PAIRS[pair]), texts.untrained(PAIRS[pair]).generations
+        search = runs.crash_search(PAIRS[pair])
         parent = self.active(PAIRS[pair])
         run = runs.claim(
             trigger=Trigger.CASES,
@@ -103,11 +104,13 @@ class Machine(RuleBasedStateMachine):
         if known is not None:
             assert run == known
             return multiple()
-        if open_now is not None or waiting == 0:
+        if open_now is not None or (waiting == 0 and not search.probe):
             assert run is None
             return multiple()
         assert run is not None
-        assert run.generations == min(limit, waiting) == len(texts.claimed(run.id))
+        had = len(texts.claimed(run.id)) + len(texts.claimed_again(run.id))
+        assert run.generations == had == min(limit, len(search.probe) or had)
+        assert search.open or had == min(limit, waiting)
         assert run.fencing > max(self.tokens.values(), default=0)
         self.tokens[run.id], self.pairs[run.id] = run.fencing, PAIRS[pair]
         return run.id
@@ -232,7 +235,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(limit=st.integers(1, 3))
     def crash_again_and_again(self, limit: int) -> None:
-        for _ in range(MAX_CRASHES):
+        for _ in range(5):
             run = self.claim(limit=limit, pair=0, key=None)
             if isinstance(run, int):
                 Runs(self.database).move(run, self.tokens[run], RunState.CRASHED)
@@ -277,11 +280,13 @@ class Machine(RuleBasedStateMachine):
         assert {row.id for row in active} <= gated | self.chosen
         for text in texts:
             new = [row.run for row in had if row.seq == text.seq and row.role == Role.NEW]
-            stands = [run for run in new if states[run] != RunState.CRASHED]
+            stands = [run for run in new if not RunState(states[run]).gives_texts_back]
             assert len({drafts[run] for run in stands}) == len(stands), "a draft has a text once"
-            crashed = len(new) - len(stands)
-            assert (text.quarantined_run is not None) == (crashed >= MAX_CRASHES or bool(self.lost & set(stands)))
-            assert text.quarantined_run is None or text.quarantined_run in new
+            by_crash = text.quarantined_run is not None and states[text.quarantined_run] == RunState.CRASHED
+            assert by_crash or (text.quarantined_run is not None) == bool(self.lost & set(stands))
+            if by_crash:
+                alone = [row.seq for row in had if row.run == text.quarantined_run]
+                assert alone == [text.seq], "it crashed a run by itself"
         self.follow(self.run_states, RUN_MOVES, {row.id: RunState(row.state) for row in runs})
         self.follow(self.adapter_states, ADAPTER_MOVES, {row.id: AdapterState(row.state) for row in refs})
 

@@ -156,48 +156,15 @@ def test_a_lost_gate_uses_up_the_cases(database: Database) -> None:
     assert TrainingTexts(database).untrained(WHO).cases == 0
 
 
-def test_a_failed_run_uses_up_its_cases_and_records_the_reason(database: Database) -> None:
+@pytest.mark.parametrize("end", [state for state in RunState if state.gives_texts_back])
+def test_a_run_without_a_verdict_gives_its_texts_back_and_records_the_reason(database: Database, end: RunState) -> None:
     run = at(database, RunState.TRAINING)
-    failed = Runs(database).move(run.id, run.fencing, RunState.FAILED, error="the loss is not a number")
-    assert (failed.state, failed.error) == (RunState.FAILED, "the loss is not a number")
-    assert Generations(database).stats().trained == 1
     assert TrainingTexts(database).untrained(WHO).cases == 0
-
-
-def test_three_crashes_quarantine_the_cases(database: Database) -> None:
-    store, runs = Generations(database), Runs(database)
-    store.add([generation(cases=[case(0), case(1, tie=True)])]).result()
-    for crashes in (1, 2, 3):
-        run = claim(database)
-        assert run.fencing == crashes
-        runs.move(run.id, run.fencing, RunState.CRASHED, error="gone")
-        assert TrainingTexts(database).untrained(WHO).cases == (1 if crashes < 3 else 0)
-        assert store.stats().quarantined == (0 if crashes < 3 else 2)
-    assert runs.claim(trigger=Trigger.CASES, who=WHO, parent=0, limit=9) is None
-    fresh = generation()
-    store.add([fresh]).result()
-    assert [g.id for g in TrainingTexts(database).claimed(claim(database).id)] == [fresh.id]
-
-
-def test_quarantine_after_crashes_leaves_the_replay_buffer(database: Database) -> None:
-    store, runs, replay = Generations(database), Runs(database), Replay(database)
-    bad, good = generation(), generation(cases=[])
-    store.add([bad, good]).result()
-    replay.offer("a", [bad.id, good.id], 8, 0)
-    for _ in range(3):
-        assert sum(replay.sizes().values()) == 2
-        run = claim(database)
-        runs.move(run.id, run.fencing, RunState.CRASHED, error="gone")
-    assert [g.id for g in replay.sample(WHO, 8, 0)] == [good.id]
-
-
-def test_a_run_ended_from_outside_is_not_held_against_its_cases(database: Database) -> None:
-    store, runs = Generations(database), Runs(database)
-    store.add([generation(cases=[case(0)])]).result()
-    for _ in range(5):
-        run = claim(database)
-        runs.move(run.id, run.fencing, RunState.CRASHED, error="stopped", give_back=True)
-        assert (TrainingTexts(database).untrained(WHO).cases, store.stats().quarantined) == (1, 0)
+    ended = Runs(database).move(run.id, run.fencing, end, error="the reason")
+    assert ended.state is end and ended.texts_given_back and str(ended.error).startswith("the reason")
+    assert Generations(database).stats().trained == Generations(database).stats().quarantined == 0
+    assert TrainingTexts(database).untrained(WHO).cases == 1
+    assert claim(database).generations == 1
 
 
 @pytest.mark.parametrize("state", OPEN)
@@ -215,7 +182,7 @@ def test_only_legal_moves_are_made(database: Database, state: RunState) -> None:
     assert runs.get(run.id).state is state
 
 
-@pytest.mark.parametrize("end", [RunState.FAILED, RunState.CRASHED])
+@pytest.mark.parametrize("end", [state for state in RunState if state.gives_texts_back])
 def test_a_finished_run_stays_finished(database: Database, end: RunState) -> None:
     runs = Runs(database)
     run = at(database, RunState.SCORING)
@@ -250,7 +217,7 @@ def test_a_finished_run_stays_finished(database: Database, end: RunState) -> Non
 def test_a_stale_token_moves_nothing(database: Database, offset: int) -> None:
     runs, adapters = Runs(database), Adapters(database, ADAPTERS)
     first = at(database, RunState.CLAIMED)
-    runs.move(first.id, first.fencing, RunState.CRASHED)
+    runs.move(first.id, first.fencing, RunState.ENDED)
     run = at(database, RunState.SCORING)
     assert run.fencing == first.fencing + 1
     ref = candidate(database, run)
@@ -560,13 +527,18 @@ def test_drift_is_answered_by_a_verdict_alone(database: Database) -> None:
     assert runs.drift_answered(WHO) == 0
     run = drifted()
     assert runs.drift_answered(WHO) == 0
-    runs.move(run.id, run.fencing, RunState.CRASHED)
+    runs.move(run.id, run.fencing, RunState.ENDED)
     assert runs.drift_answered(WHO) == 0
     usual = claim(database)
     runs.move(usual.id, usual.fencing, RunState.FAILED, error="x")
     assert runs.drift_answered(WHO) == 0, "not those started by drift"
     run = drifted()
     runs.move(run.id, run.fencing, RunState.FAILED, error="x")
+    assert runs.drift_answered(WHO) == 0, "it came to no verdict"
+    run = drifted()
+    for state in (RunState.TRAINING, RunState.SCORING):
+        runs.move(run.id, run.fencing, state)
+    runs.reject(run.id, run.fencing, candidate(database, run).id, LOST)
     store.add([generation()]).result()
     newest = store.drafting(WHO, 2)
     assert runs.drift_answered(WHO) == newest[1].seq, "the newest text when it was claimed"

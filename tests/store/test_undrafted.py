@@ -27,7 +27,7 @@ from service.store.log.training_texts import TrainingTexts, UntrainedCounts
 from service.store.registry.adapters import Adapters
 from service.store.registry.runs import Runs
 from service.store.replay.buffer import Replay
-from tests.support.store_rows import ADAPTERS, HELD_OUT_TEXT, WHO, WON, case, generation, promote, targets
+from tests.support.store_rows import ADAPTERS, HELD_OUT_TEXT, WHO, WON, case, generation, promote, reject, targets
 
 GREEDY, SEEDED, UNSEEDED = Sampling(), Sampling(temperature=1.0, seed=3), Sampling(temperature=1.0)
 _numbers = itertools.count()
@@ -148,7 +148,7 @@ def test_only_the_run_itself_adds_cases(log: Generations, runs: Runs, texts: Tra
     run = claim(runs)
     with pytest.raises(IllegalMove):
         runs.add_cases(run.id, run.fencing + 1, {made.id: [case(0)]})
-    runs.move(run.id, run.fencing, RunState.CRASHED)
+    runs.move(run.id, run.fencing, RunState.ENDED)
     with pytest.raises(IllegalMove):
         runs.add_cases(run.id, run.fencing, {made.id: [case(0)]})
     assert texts.untrained(WHO).undrafted == 10
@@ -162,30 +162,22 @@ def test_texts_that_are_given_back_are_claimed_again_only_with_cases(
     run = claim(runs)
     runs.add_cases(run.id, run.fencing, {made.id: [case(0), case(1, tie=True)], empty.id: []})
     runs.move(run.id, run.fencing, RunState.TRAINING)
-    ended = runs.move(run.id, run.fencing, RunState.FAILED, error="too few", give_back=True)
-    assert (ended.state, ended.error) == (RunState.FAILED, "too few") and runs.texts(run.id) == 0
+    ended = runs.move(run.id, run.fencing, RunState.FAILED, error="too few")
+    assert (ended.state, ended.error) == (RunState.FAILED, "too few")
     assert texts.untrained(WHO) == UntrainedCounts(1, 10, 1)
     assert [g.id for g in texts.claimed(claim(runs).id)] == [made.id]
 
 
-def test_a_run_that_gave_its_texts_back_answered_no_drift(log: Generations, runs: Runs) -> None:
-    for give_back in (True, False):
-        log.add([plain()]).result()
-        run = runs.claim(trigger=Trigger.DRIFT, who=WHO, parent=BARE_DRAFT, limit=9)
-        assert run is not None
-        runs.move(run.id, run.fencing, RunState.FAILED, give_back=give_back)
-        assert (runs.drift_answered(WHO) == 0) is give_back
-
-
-def test_a_crash_frees_them_and_what_a_run_had_it_keeps(log: Generations, runs: Runs, texts: TrainingTexts) -> None:
+def test_without_a_verdict_they_are_free_and_what_a_run_had_it_keeps(
+    log: Generations, runs: Runs, texts: TrainingTexts
+) -> None:
     made = plain()
     log.add([made]).result()
     run = claim(runs)
     assert texts.untrained(WHO).undrafted == 0
-    runs.move(run.id, run.fencing, RunState.CRASHED)
+    runs.move(run.id, run.fencing, RunState.ENDED)
     assert texts.untrained(WHO).undrafted == 10
-    run = claim(runs)
-    runs.move(run.id, run.fencing, RunState.FAILED)
+    reject(runs, claim(runs))
     assert texts.untrained(WHO) == UntrainedCounts(0, 0, 0)
     log.add([replace(made, id="copy", rounds=drafted(10), cases=(case(0),))]).result()
     assert not log.by_ids([made.id])[0].cases, "a copy adds none to what a run has had"

@@ -323,7 +323,7 @@ class InMemoryOperator:
         run = self.run(run_id)
         if run.state.over:
             raise Conflict(f"run {run_id} is over ({run.state})")
-        self.known_runs[run_id - 1] = replace(run, state=RunState.CRASHED, error="ended by an operator")
+        self.known_runs[run_id - 1] = replace(run, state=RunState.ENDED, error="ended by an operator")
         return self.known_runs[run_id - 1]
 
     def run(self, run_id: int) -> TrainingRun:

@@ -38,6 +38,7 @@ from service.core import (
 )
 from service.lifecycle.context import LifecycleContext, Rules
 from service.lifecycle.launcher import Process, ProcessLauncher
+from service.lifecycle.machine import Strain
 from service.lifecycle.practice_choice import PracticeChoice
 from service.lifecycle.supervisor import Supervisor
 from service.lifecycle.switching import Switching
@@ -221,7 +222,7 @@ class Server:
         )
         self.busy = False
         self.idle_seconds = math.inf
-        self.strain: str | None = None
+        self.strain: Strain | None = None
         self.user: str | None = None
         self.behind = installation.behind
         settings = {"min_cases": 3 * ENOUGH, "min_tokens": 10, "cooldown_seconds": 0.0, **training}
@@ -361,7 +362,8 @@ def check_consistent(server: Server) -> None:
         twice = connection.execute(
             text(
                 "select count(*) from (select 1 from run_texts t join training_runs r on r.id = t.run"
-                " where t.role = 'new' and r.state <> 'crashed' group by t.seq, r.draft having count(*) > 1) as twice"
+                " where t.role = 'new' and r.state in ('promoted', 'rejected')"
+                " group by t.seq, r.draft having count(*) > 1) as twice"
             )
         ).scalar()
     assert running == 0

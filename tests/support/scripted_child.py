@@ -16,6 +16,8 @@ from pathlib import Path
 # It multiplies nothing: loading the fast BLAS would take most of its time.
 os.environ["REDRAFT_BLAS"] = "shipped"
 from service.store.artifacts import publish
+from service.store.database import Database
+from service.store.log.training_texts import TrainingTexts
 
 
 def send(kind: str, **message: object) -> None:
@@ -23,7 +25,7 @@ def send(kind: str, **message: object) -> None:
 
 
 def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGSEGV)
 
 
 def scores(folder: str | None, names: list[str]) -> list[dict[str, object]]:
@@ -54,6 +56,18 @@ def cases(found: dict[str, int], act: str) -> None:
     send("texts", window=[], replay=[])
 
 
+def reads(job: dict[str, object], name: str) -> bool:
+    """Whether a run learns from this text."""
+    database = Database(str(job["url"]), read_only=True)
+    texts, run = TrainingTexts(database), int(str(job["run"]))
+    read = [*texts.claimed(run), *texts.claimed_again(run)]
+    if not job.get("own_texts_only"):
+        read += texts.window(read[0].provenance, run, 100)
+        send("texts", window=[one.id for one in read], replay=[])
+    database.close()
+    return name in {one.id for one in read}
+
+
 def train(job: dict[str, object], act: str, undrafted: dict[str, int]) -> None:
     """An act that begins with "name" says first what else is learnt from, as a real child does: "name A B: hang"."""
     if undrafted:
@@ -72,6 +86,15 @@ def train(job: dict[str, object], act: str, undrafted: dict[str, int]) -> None:
         case "hang":
             sys.stdin.read()
             sys.exit(75)
+        case "memory ran out":
+            return send("failed", reason="memory ran out", memory=True)
+        case "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "ended by a signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        case _ if act.startswith("crash on "):
+            if reads(job, act.removeprefix("crash on ")):
+                die()
         case "ignore the pipe":
             time.sleep(60)
         case "give up":

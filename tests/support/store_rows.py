@@ -86,6 +86,13 @@ def promote(runs: Runs, adapters: Adapters, run: TrainingRun) -> AdapterRef:
     return ref
 
 
+def reject(runs: Runs, run: TrainingRun) -> None:
+    """End a claimed run with the gate's verdict against it."""
+    for state in (RunState.TRAINING, RunState.SCORING):
+        runs.move(run.id, run.fencing, state)
+    runs.reject(run.id, run.fencing, None, LOST)
+
+
 def generation(
     *,
     id: str | None = None,

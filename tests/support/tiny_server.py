@@ -204,7 +204,7 @@ def register_adapters(server: LocalServer, pair: tuple[Path, Path], count: int) 
         )
         stores.adapters.activate(ref.id, who.target, who.draft)
         made.append(ref)
-    stores.runs.move(run.id, run.fencing, RunState.CRASHED)
+    stores.runs.move(run.id, run.fencing, RunState.ENDED)
     stores.lineage.erase(Selection(everything=True))
     stores.close()
     return made

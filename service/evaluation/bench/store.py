@@ -230,7 +230,7 @@ def _choose(settings: Settings, who: Provenance, turns: int, on_progress: OnProg
             with times.time(CHOOSING[2]):
                 stores.training_texts.claimed_names(run.id)
             _read_as_child(times, settings, who, run.id)
-            stores.runs.move(run.id, run.fencing, RunState.CRASHED, give_back=True)
+            stores.runs.move(run.id, run.fencing, RunState.ENDED)
     finally:
         stores.close()
     return times.seconds

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, Select, func, insert, select, update
 from service.core import AcceptRule, FailureCase, Generation, NotFound, Source
 from service.store.database import Database
 from service.store.log.rows import case_of, ids_of
-from service.store.log.run_texts import completed_run_texts
+from service.store.log.run_texts import judged_run_texts
 from service.store.tables import failure_cases, generations, run_texts
 from service.store.times import utc
 
@@ -96,7 +96,7 @@ class Cases:
     @staticmethod
     def _query() -> Select[Any]:
         run = (
-            completed_run_texts()
+            judged_run_texts()
             .with_only_columns(func.max(run_texts.c.run))
             .where(run_texts.c.seq == failure_cases.c.seq)
             .correlate(failure_cases)

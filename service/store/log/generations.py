@@ -26,7 +26,7 @@ from service.store.log.queries import (
     text_of,
 )
 from service.store.log.rows import grammar_values, ids_of, rounds_of, target_bytes, text_key, values_of
-from service.store.log.run_texts import claimed_by_run, completed_run_texts
+from service.store.log.run_texts import claimed_by_run, judged_run_texts
 from service.store.log.sampler import Text
 from service.store.tables import (
     failure_cases,
@@ -186,7 +186,7 @@ class Generations:
                     func.coalesce(func.sum(generations.c.output_tokens), 0),
                 ).select_from(generations)
             ).one()
-            had_by_runs = completed_run_texts().with_only_columns(run_texts.c.seq)
+            had_by_runs = judged_run_texts().with_only_columns(run_texts.c.seq)
             quarantined_texts = select(generations.c.seq).where(generations.c.quarantined_run.is_not(None))
             cases, ties, trained, quarantined = connection.execute(
                 select(

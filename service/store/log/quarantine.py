@@ -1,10 +1,10 @@
-"""Quarantined texts: what an adapter that was rolled back had learnt from, and what runs crashed over."""
+"""Quarantined texts: what an adapter that was rolled back had learnt from, and texts that crash runs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, func, select, update
+from sqlalchemy import Connection, func, or_, select, update
 
 from service.core import NotFound, RunState
 from service.store.database import Database
@@ -14,7 +14,7 @@ from service.store.tables import adapters, failure_cases, generations, run_texts
 
 @dataclass(frozen=True, slots=True)
 class QuarantinedTexts:
-    """Quarantined generations, and their failure cases. run: whose adapter was rolled back; None: runs crashed over them."""
+    """Quarantined generations, and their failure cases. run: whose adapter was rolled back; None: runs crash on them."""
 
     run: int | None
     adapter: int | None
@@ -29,7 +29,7 @@ class Quarantine:
         self._db = database
 
     def all(self) -> list[QuarantinedTexts]:
-        """Newest run first, what runs crashed over last."""
+        """Newest run first, texts that crash runs last."""
         known = training_runs.c.state != RunState.CRASHED
         query = (
             select(
@@ -64,7 +64,10 @@ class Quarantine:
             seqs = select(generations.c.seq).where(aside)
             count = select(func.count()).select_from(failure_cases).where(failure_cases.c.seq.in_(seqs))
             cases = connection.execute(count).scalar_one()
-            had = update(run_texts).where(run_texts.c.seq.in_(seqs), run_texts.c.role == Role.NEW)
+            # In a run that crashed, whatever they were to it: its crash is explained.
+            crashed = select(training_runs.c.id).where(training_runs.c.state == RunState.CRASHED)
+            as_new = or_(run_texts.c.role == Role.NEW, run_texts.c.run.in_(crashed))
+            had = update(run_texts).where(run_texts.c.seq.in_(seqs), as_new)
             connection.execute(had.values(role=Role.RELEASED.value))
             connection.execute(update(generations).where(aside).values(quarantined_run=None))
             return cases

@@ -1,4 +1,4 @@
-"""Which texts a run learns from, and as what: what a draft has had, what runs crashed over, and which adapters learnt a text
+"""Which texts a run learns from, and as what: what a draft has had, which texts crash runs, and which adapters learnt a text
 follow from these rows."""
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ from typing import Any
 from sqlalchemy import (
     ColumnElement,
     Connection,
-    ScalarSelect,
     Select,
     and_,
     delete,
     exists,
-    func,
     insert,
     select,
     update,
@@ -29,9 +27,9 @@ PAGE = 500
 
 
 class Role(StrEnum):
-    """NEW: its failure cases are what the run was claimed for; no other run of the same draft gets it, unless this one crashes.
-    WINDOW: one of the newest before them. REPLAY: out of the replay buffer. RELEASED: it was new, was quarantined later, and is
-    free again. SEED: the target wrote practice text that begins like its prompt."""
+    """NEW: its failure cases are what the run was claimed for; no other run of the same draft gets it, unless this one ends
+    without a verdict. WINDOW: one of the newest before them. REPLAY: out of the replay buffer. RELEASED: it was quarantined
+    later, and an operator set it free again. SEED: the target wrote practice text that begins like its prompt."""
 
     NEW = "new"
     WINDOW = "window"
@@ -40,42 +38,29 @@ class Role(StrEnum):
     SEED = "seed"
 
 
-COMPLETED = tuple(state.value for state in RunState if state.over and state is not RunState.CRASHED)
-"""States of runs that ended with a result: their texts are not free for other runs of the draft."""
-
-
-_AS_NEW = (
-    run_texts.c.seq == generations.c.seq,
-    run_texts.c.role == Role.NEW,
-    training_runs.c.id == run_texts.c.run,
-)
-"""Of a generation: the runs that had it as new."""
+GIVEN_BACK = tuple(state.value for state in RunState if state.gives_texts_back)
+"""States of runs whose texts are free for other runs."""
 
 
 def claimed_by_run(draft: str | None = None) -> ColumnElement[bool]:
-    """Whether a run has, or had, a generation as new. draft: of that draft alone. Runs that crashed do not count."""
-    where = [*_AS_NEW, training_runs.c.state != RunState.CRASHED]
+    """Whether a run has, or had, a generation as new and did not give it back. draft: of that draft alone."""
+    where = [
+        run_texts.c.seq == generations.c.seq,
+        run_texts.c.role == Role.NEW,
+        training_runs.c.id == run_texts.c.run,
+        training_runs.c.state.not_in(GIVEN_BACK),
+    ]
     if draft is not None:
         where.append(training_runs.c.draft == draft)
     return exists().where(*where).correlate(generations)
 
 
-def completed_run_texts() -> Select[Any, Any]:
-    """Query: seq and run of what runs in a COMPLETED state learnt from as new."""
+def judged_run_texts() -> Select[Any, Any]:
+    """Query: seq and run of what runs that came to a verdict learnt from as new."""
     return (
         select(run_texts.c.seq, run_texts.c.run)
         .join_from(run_texts, training_runs, training_runs.c.id == run_texts.c.run)
-        .where(run_texts.c.role == Role.NEW, training_runs.c.state.in_(COMPLETED))
-    )
-
-
-def crashes() -> ScalarSelect[int]:
-    """How many runs crashed that had a generation as new."""
-    return (
-        select(func.count())
-        .where(*_AS_NEW, training_runs.c.state == RunState.CRASHED)
-        .correlate(generations)
-        .scalar_subquery()
+        .where(run_texts.c.role == Role.NEW, training_runs.c.state.in_([state for state in RunState if state.judged]))
     )
 
 
@@ -93,11 +78,6 @@ def insert_run_texts(connection: Connection, run_id: int, role: Role, seqs: Sequ
         known = set(connection.execute(query).scalars())
         if new := [{"run": run_id, "seq": seq, "role": role.value} for seq in some if seq not in known]:
             connection.execute(insert(run_texts), new)
-
-
-def delete_run_texts(connection: Connection, run_id: int) -> None:
-    """Delete the run's texts: it is as if it had never had them. Seeds stay: nothing is claimed by them."""
-    connection.execute(delete(run_texts).where(run_texts.c.run == run_id, run_texts.c.role != Role.SEED))
 
 
 def quarantine(connection: Connection, run_id: int, *where: ColumnElement[bool]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,6 +83,11 @@ class TrainingTexts:
         """What a run was claimed for, newest first."""
         return load(self._db, texts_of(run_id, Role.NEW))
 
+    def claimed_again(self, run_id: int) -> list[Generation]:
+        """The texts of a run's window, newest first. While its child has not named its own, those that it was claimed for
+        although other runs had learnt them: they are suspected of crashing runs."""
+        return load(self._db, texts_of(run_id, Role.WINDOW))
+
     def claimed_names(self, run_id: int) -> list[tuple[str, str | None]]:
         """(id, domain) of what a run was claimed for, newest first."""
         query = select(generations.c.id, generations.c.domain).where(texts_of(run_id, Role.NEW))
@@ -149,9 +154,17 @@ def _learnable(row: Row[Any]) -> bool:
     return row.split == TRAIN and row.output_tokens > 0 and row.quarantined_run is None
 
 
-def untrained_generations(who: Provenance, limit: int) -> Select[Any]:
-    """Query: seq of the newest `limit` generations that a run of this pair may be claimed for."""
-    return select(generations.c.seq).where(_untrained(who)).order_by(generations.c.seq.desc()).limit(limit)
+def untrained_generations(who: Provenance, limit: int, avoid: Collection[int] = ()) -> Select[Any]:
+    """Query: seq of the newest `limit` generations that a run of this pair may be claimed for. avoid: but for these."""
+    query = select(generations.c.seq).where(_untrained(who), generations.c.seq.not_in(avoid))
+    return query.order_by(generations.c.seq.desc()).limit(limit)
+
+
+def untrained_among(connection: Connection, who: Provenance, seqs: Sequence[int]) -> set[int]:
+    """Those of these generations that a run of this pair may be claimed for."""
+    pages = [seqs[start : start + PAGE] for start in range(0, len(seqs), PAGE)]
+    query = select(generations.c.seq).where(_untrained(who))
+    return {seq for page in pages for seq in connection.execute(query.where(generations.c.seq.in_(page))).scalars()}
 
 
 def _untrained(who: Provenance) -> ColumnElement[bool]:

@@ -43,7 +43,7 @@ class PairOverview:
 
     def newest_run(self) -> TrainingRun | None:
         """See core.Overview."""
-        return self._runs.newest(self._who)
+        return next(iter(self._runs.newest(self._who)), None)
 
     def _adapters(self) -> tuple[AdapterRecord, ...]:
         known = select(adapters).where(*trained_for(self._who.target, self._who.draft))

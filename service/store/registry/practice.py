@@ -12,7 +12,7 @@ from sqlalchemy import Row, func, select
 
 from service.core import Provenance, RunState, Trigger
 from service.store.database import Database
-from service.store.registry.runs import of_pair
+from service.store.registry.run_history import of_pair
 from service.store.tables import generations, training_runs
 from service.store.times import utc
 
@@ -28,7 +28,8 @@ MOST_NEW = 1000
 @dataclass(frozen=True, slots=True)
 class Practised:
     """seconds: of the practice runs that began in the last 24 hours, pauses included. refused: the newest practice runs in a
-    row that were rejected or failed. new: generations logged since the newest of these was claimed, MOST_NEW at most."""
+    row that were rejected or failed by themselves. new: generations logged since the newest of these was claimed, MOST_NEW at
+    most."""
 
     seconds: float = 0.0
     refused: int = 0
@@ -43,8 +44,9 @@ def practised(database: Database, who: Provenance, now: datetime) -> Practised:
     with database.read() as connection:
         rows = connection.execute(query).all()
         seconds = sum(_seconds(row, now) for row in rows if utc(row.created_at) > now - DAY)
-        # One that was ended from outside, or given up for requests, says nothing about practice.
-        decided = [row for row in rows if row.state != RunState.CRASHED.value and RunState(row.state).over]
+        # One that was ended from outside, or lost with its server, says nothing about practice.
+        silent = {RunState.ENDED, RunState.LOST}
+        decided = [row for row in rows if RunState(row.state).over and RunState(row.state) not in silent]
         refused = next((i for i, row in enumerate(decided) if row.state == RunState.PROMOTED.value), len(decided))
         if not refused:
             return Practised(seconds)
@@ -54,10 +56,10 @@ def practised(database: Database, who: Provenance, now: datetime) -> Practised:
 
 
 def _seconds(run: Row[*tuple[Any, ...]], now: datetime) -> float:
-    """How long a run took. A crashed one no longer than it might practise: one that was killed with its server ends when the
-    next server starts."""
+    """How long a run took. One without a verdict no longer than it might practise: one that was killed with its server ends
+    when the next server starts."""
     end = now if run.finished_at is None else utc(run.finished_at)
     seconds = max((end - utc(run.created_at)).total_seconds(), 0.0)
-    if run.state != RunState.CRASHED.value:
+    if not RunState(run.state).gives_texts_back:
         return seconds
     return min(seconds, 60 * json.loads(run.config).get(MINUTES, math.inf))

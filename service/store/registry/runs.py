@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, and_, func, insert, or_, select, update
+from sqlalchemy import Connection, Row, and_, func, insert, or_, select, update
 
 from service.core import (
     RUN_MOVES,
@@ -27,17 +27,19 @@ from service.core import (
 from service.store.database import Database
 from service.store.log.cases import add_cases
 from service.store.log.generations import log_end
-from service.store.log.run_texts import PAGE, Role, crashes, delete_run_texts, insert_run_texts, quarantine, texts_of
-from service.store.log.training_texts import untrained_generations
+from service.store.log.run_texts import PAGE, Role, insert_run_texts, quarantine, texts_of
+from service.store.log.training_texts import untrained_among, untrained_generations
 from service.store.processes.fencing import held_run
 from service.store.registry.adapters import active_id, judge_candidate, retire_active
+from service.store.registry.crash_search import Search
+from service.store.registry.run_history import crash_search, of_pair, sizes
 from service.store.registry.verdicts import from_json, to_json
 from service.store.tables import failure_cases, generations, members, run_texts, training_runs
 from service.store.times import time_of, utc
 
-MAX_CRASHES = 3
-"""Crashes after which a text is suspected of causing them."""
 CURVE_POINTS = 2000
+OWN_TEXTS = "own_texts_only"
+"""In a run's configuration: whether it learns from the texts that it was claimed for and from no others."""
 
 
 class Runs:
@@ -58,10 +60,10 @@ class Runs:
         config: Mapping[str, object] | None = None,
         seeds: Sequence[str] | None = None,
     ) -> TrainingRun | None:
-        """Open a run on the newest `limit` generations that no run of this draft has had, with failure cases or undrafted. Its
-        `cases` counts near-ties too, and what `add_cases` adds. owner: the token of the process that does it;
-        None: it waits for one that takes it. seeds: of practice, ids of the generations that it begins like, in place of new
-        ones.
+        """Open a run on the newest `limit` untrained generations of this draft, with failure cases or undrafted. While a crash
+        is unexplained, on those among them that `crash_search` wants to try, and on no others. Its `cases` counts near-ties
+        too, and what `add_cases` adds. owner: the token of the process that does it; None: it waits for one that takes it.
+        seeds: of practice, ids of the generations that it begins like, in place of new ones.
 
         None when a run of this pair is not over yet or nothing is left to train on. A known idempotency key returns its run.
         """
@@ -73,11 +75,14 @@ class Runs:
                     return _run(row)
             if _open(connection, who) is not None:
                 return None
+            settings = dict(config or {})
             if seeds is None:
-                role, seqs = Role.NEW, list(connection.execute(untrained_generations(who, limit)).scalars())
+                crashes = crash_search(connection, who)
+                claimed = _to_learn(connection, who, crashes, limit)
+                settings |= {OWN_TEXTS: True} if crashes.open else {}
             else:
-                role, seqs = Role.SEED, _seqs(connection, seeds)
-            if not seqs:
+                claimed = {Role.SEED: _seqs(connection, seeds)}
+            if not any(claimed.values()):
                 return None
             made = connection.execute(
                 insert(training_runs).values(
@@ -92,22 +97,20 @@ class Runs:
                     draft=who.draft,
                     parent=parent,
                     cases=0,
-                    generations=len(seqs),
-                    config=json.dumps(dict(config or {})),
+                    generations=sum(map(len, claimed.values())),
+                    config=json.dumps(settings),
                     progress=json.dumps(asdict(Progress())),
                     loss_curve="[]",
                     created_at=time_of(connection),
                 )
             ).inserted_primary_key
             assert made is not None
-            insert_run_texts(connection, made[0], role, seqs)
-            if role is Role.NEW:
-                count = select(func.count()).select_from(failure_cases)
-                cases = sum(
-                    connection.execute(count.where(failure_cases.c.seq.in_(seqs[start : start + PAGE]))).scalar_one()
-                    for start in range(0, len(seqs), PAGE)
-                )
-                connection.execute(update(training_runs).where(training_runs.c.id == made[0]).values(cases=cases))
+            for role, seqs in claimed.items():
+                insert_run_texts(connection, made[0], role, seqs)
+            new = select(run_texts.c.seq).where(run_texts.c.run == made[0], run_texts.c.role == Role.NEW)
+            cases = select(func.count()).select_from(failure_cases).where(failure_cases.c.seq.in_(new))
+            this = update(training_runs).where(training_runs.c.id == made[0])
+            connection.execute(this.values(cases=cases.scalar_subquery()))
             return _get(connection, made[0])
 
         return self._db.write(work).result()
@@ -123,31 +126,29 @@ class Runs:
         return self._db.write(work).result()
 
     def give_up(self, run: TrainingRun, reason: str) -> TrainingRun | None:
-        """CRASHED, for its process was given up. None when it is over, or another's by now."""
+        """The run becomes LOST, because its process was given up. None when it is over, or another's by now."""
 
         def work(connection: Connection) -> TrainingRun | None:
             same = (training_runs.c.id == run.id, training_runs.c.fencing == run.fencing)
             row = connection.execute(select(training_runs).where(*same, _UNFINISHED, _ORPHANED)).one_or_none()
             if row is None:
                 return None
-            _end(connection, row, RunState.CRASHED, reason)
+            _end(connection, row, RunState.LOST, reason)
             return _get(connection, run.id)
 
         return self._db.write(work).result()
 
-    def move(
-        self, run_id: int, fencing: int, state: RunState, *, error: str | None = None, give_back: bool = False
-    ) -> TrainingRun:
-        """Raises IllegalMove, also for PROMOTED and REJECTED: a verdict is given by `promote` or `reject`. FAILED: the run
-        has had its texts. CRASHED: they are free for other runs, and quarantined after three crashes, out of the replay buffer
-        too. give_back: they are free as if the run had never had them."""
+    def move(self, run_id: int, fencing: int, state: RunState, *, error: str | None = None) -> TrainingRun:
+        """Move a run on, or end it without a verdict, which gives its texts back. error: why it ended; with CRASHED the row
+        also says how the search for the cause goes on, and a text that is found to be it is quarantined, out of the replay
+        buffer too. Raises IllegalMove, also for PROMOTED and REJECTED: a verdict is given by `promote` or `reject`."""
 
         def work(connection: Connection) -> TrainingRun:
             if state in {RunState.PROMOTED, RunState.REJECTED}:
                 raise IllegalMove(f"run {run_id} cannot be {state.value} without its verdict")
             row = held_run(connection, run_id, fencing)
             if state.over:
-                _end(connection, row, state, error, give_back=give_back)
+                _end(connection, row, state, error)
             else:
                 _move(connection, row, state)
             return _get(connection, run_id)
@@ -271,12 +272,22 @@ class Runs:
         with self._db.read() as connection:
             return [_run(row) for row in connection.execute(query)]
 
-    def newest(self, who: Provenance) -> TrainingRun | None:
-        """The newest run of this pair, over or not; None: there is none."""
-        query = select(training_runs).where(*of_pair(who)).order_by(training_runs.c.id.desc()).limit(1)
+    def newest(self, who: Provenance, limit: int = 1) -> list[TrainingRun]:
+        """The newest `limit` runs of this pair, over or not, newest first."""
+        query = select(training_runs).where(*of_pair(who)).order_by(training_runs.c.id.desc()).limit(limit)
         with self._db.read() as connection:
-            row = connection.execute(query).one_or_none()
-        return None if row is None else _run(row)
+            return [_run(row) for row in connection.execute(query)]
+
+    def sizes(self, who: Provenance) -> list[tuple[RunState, int]]:
+        """How the pair's newest runs on logged texts ended, and how many texts each had, replayed ones not counted; oldest
+        first."""
+        with self._db.read() as connection:
+            return sizes(connection, who)
+
+    def crash_search(self, who: Provenance) -> Search:
+        """The search for a text that crashes the runs of this pair."""
+        with self._db.read() as connection:
+            return crash_search(connection, who)
 
     def latest(self, limit: int, before: int | None = None) -> list[TrainingRun]:
         """The newest `limit` runs of any pair, newest first. before: of those with smaller ids."""
@@ -302,15 +313,12 @@ class Runs:
         return Provenance(row.target, row.tokenizer, row.draft), json.loads(row.config)
 
     def drift_answered(self, who: Provenance) -> int:
-        """The newest generation (seq) when the newest run was claimed that drift had set off and that came to a verdict of its
-        own; one that gave its texts back did not. 0: there is none."""
-        decided = [state.value for state in (RunState.PROMOTED, RunState.REJECTED, RunState.FAILED)]
-        texts = select(run_texts.c.run).where(run_texts.c.run == training_runs.c.id)
+        """The newest generation (seq) when the newest run was claimed that drift had set off and that came to a verdict. 0:
+        there is none."""
         query = select(func.max(training_runs.c.log_end)).where(
             training_runs.c.trigger == Trigger.DRIFT.value,
             *of_pair(who),
-            training_runs.c.state.in_(decided),
-            texts.exists(),
+            training_runs.c.state.in_([state.value for state in RunState if state.judged]),
         )
         with self._db.read() as connection:
             return connection.execute(query).scalar() or 0
@@ -336,13 +344,14 @@ def _open(connection: Connection, who: Provenance) -> Row[Any] | None:
     return connection.execute(select(training_runs).where(_UNFINISHED, *of_pair(who))).one_or_none()
 
 
-def of_pair(who: Provenance) -> tuple[ColumnElement[bool], ...]:
-    """Whether a run trains for this pair."""
-    return (
-        training_runs.c.target == who.target,
-        training_runs.c.tokenizer == who.tokenizer,
-        training_runs.c.draft == who.draft,
-    )
+def _to_learn(connection: Connection, who: Provenance, crashes: Search, limit: int) -> dict[Role, list[int]]:
+    """Numbers of the texts that the next run is claimed for. Suspected texts that were trained on before are in its window."""
+    if not crashes.probe:
+        others = list(connection.execute(untrained_generations(who, limit, crashes.avoid)).scalars())
+        return {Role.NEW: others or list(connection.execute(untrained_generations(who, limit)).scalars())}
+    probe = sorted(crashes.probe, reverse=True)[:limit]
+    new = untrained_among(connection, who, probe)
+    return {Role.NEW: [seq for seq in probe if seq in new], Role.WINDOW: [seq for seq in probe if seq not in new]}
 
 
 def _seqs(connection: Connection, names: Sequence[str]) -> list[int]:
@@ -363,12 +372,28 @@ def _move(connection: Connection, row: Row[Any], state: RunState, **values: obje
     )
 
 
-def _end(connection: Connection, row: Row[Any], state: RunState, error: str | None, *, give_back: bool = False) -> None:
+def _end(connection: Connection, row: Row[Any], state: RunState, error: str | None) -> None:
     _move(connection, row, state, error=error)
-    if give_back:
-        delete_run_texts(connection, row.id)
-    elif state is RunState.CRASHED:
-        quarantine(connection, row.id, texts_of(row.id, Role.NEW), crashes() >= MAX_CRASHES)
+    if state is not RunState.CRASHED:
+        return
+    found = crash_search(connection, Provenance(row.target, row.tokenizer, row.draft))
+    if found.culprit is not None:
+        quarantine(connection, row.id, generations.c.seq == found.culprit)
+    reasons = [reason for reason in (error, _explain(found)) if reason]
+    connection.execute(update(training_runs).where(training_runs.c.id == row.id).values(error="; ".join(reasons)))
+
+
+def _explain(found: Search) -> str | None:
+    """What a crash and those before it say about their cause; None: nothing."""
+    if found.culprit is not None:
+        return "a text is quarantined: runs crash on it, and not on others"
+    if found.any_texts:
+        return "runs crash whatever texts they learn from, so that none is to blame"
+    if found.probe:
+        return (
+            f"the next run learns from {len(found.probe)} of {found.suspects} suspected texts alone, to find the cause"
+        )
+    return "the next run learns from other texts alone, to find the cause" if found.avoid else None
 
 
 def _next_fencing(connection: Connection) -> int:

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from sqlalchemy import ColumnElement, Connection, and_, delete, func, insert, or_, select, update
 
-from service.core import Generation, Provenance, RunState
+from service.core import Generation, Provenance
 from service.store.database import Database
 from service.store.log.generations import TRAIN, Generations
 from service.store.log.likeness import content_key, groups_of, kind, template
-from service.store.log.run_texts import Role, texts_of
+from service.store.log.run_texts import GIVEN_BACK, Role, texts_of
 from service.store.replay.reservoir import Item, Reservoir
 from service.store.tables import failure_cases, generations, replay_buffer, replay_domains, run_texts, training_runs
 
@@ -77,7 +77,7 @@ class Replay:
             last = connection.execute(
                 select(func.max(run_texts.c.seq))
                 .join_from(run_texts, training_runs, training_runs.c.id == run_texts.c.run)
-                .where(new, run_texts.c.run < run_id, training_runs.c.state != RunState.CRASHED)
+                .where(new, run_texts.c.run < run_id, training_runs.c.state.not_in(GIVEN_BACK))
             ).scalar()
             own = connection.execute(
                 select(generations.c.target, generations.c.tokenizer).where(generations.c.seq == newest)

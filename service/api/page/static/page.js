@@ -128,7 +128,7 @@ function showRun(run) {
   if (!here) return;
   const { progress } = run;
   const why = { cases: 'enough failure cases', drift: 'drift', manual: 'asked for', practice: 'practice' }[run.trigger];
-  setId('run-line', `Run ${run.id}: ${run.state}${progress.paused && !over ? `, paused: ${visible(progress.paused)}` : ''}.`);
+  setId('run-line', `Run ${run.id}: ${run.state.replaceAll('_', ' ')}${progress.paused && !over ? `, paused: ${visible(progress.paused)}` : ''}.`);
   setId('run-steps', `${progress.writing ? 'The target writes: piece' : 'Step'} ${progress.step} of ${progress.steps || '?'}`);
   byId('run-progress').max = progress.steps || 1;
   byId('run-progress').value = progress.step;
@@ -137,7 +137,8 @@ function showRun(run) {
   setId('run-speed', number(progress.tokens_per_second, 0));
   setId('run-left', progress.seconds_left === null ? '–' : duration(progress.seconds_left));
   const outcome = run.error ?? run.verdict?.reason ?? '';
-  const ended = over ? ` Ended ${when(run.finished_at)}. ${visible(outcome)}` : '';
+  const back = run.texts_given_back ? ' Its texts were given back.' : '';
+  const ended = over ? ` Ended ${when(run.finished_at)}: ${visible(outcome)}.${back}` : '';
   const from = run.trigger === 'practice' ? 'text written like' : `${run.cases} failure cases of`;
   setId('run-note', `On top of ${run.parent === 0 ? 'the bare draft' : adapterName(run.parent)}, on ${from} ${run.generations} answers (${why}).${ended}`);
 }
