@@ -72,8 +72,8 @@ def padded_rank(rank: int) -> int:
 def add_low_rank(layers: Sequence[nn.QuantizedLinear], a: Sequence[mx.array], b: Sequence[mx.array]) -> list[mx.array]:
     """Turn layers that usually get the same input into LowRankQuantizedLinear, in place.
 
-    a: (inner, rank) of each. b: (rank, outputs) of each, with the adapter's scale. All of one dtype. Returns the arrays that the
-    layers have got, not yet evaluated.
+    a: (inner, rank) of each. b: (rank, outputs) of each, with the adapter's scale. All of one dtype. Returns the arrays of
+    the layers, not yet evaluated.
     """
     rank = b[0].shape[0]
     padding = padded_rank(rank) - rank

@@ -80,14 +80,17 @@ def most_tokens(*, quantised: bool = False) -> int:
 
 
 def stages_bytes(tiles: int, deep: int, stages: int, quantised: bool = False) -> int:
-    """Bytes of shared memory that a block takes. Of a quantised row a stage holds INNER numbers, two scales and two biases."""
+    """Bytes of shared memory of a block's stages. Of a quantised row a stage holds INNER numbers, two scales and two biases."""
     row = INNER * BITS // 8 + 8 if quantised else 2 * INNER
     return WARPS * stages * 8 * (tiles * 2 * INNER + deep * row)
 
 
-def sums_bytes(tiles: int, deep: int, rank: int) -> int:
-    """Bytes of shared memory for the warps' sums, which take the place of the stages."""
-    return WARPS * 16 * ((tiles + 1) // 2) * (8 * deep + rank + 1) * 4
+def block_bytes(tiles: int, rank: int, *, quantised: bool) -> int:
+    """Bytes of shared memory that a block takes on MLX's device: for its stages, and then for the warps' sums of its outputs and
+    ranks. rank: of a low-rank product; 0: there is none."""
+    deep, stages = tilings(quantised=quantised)[tiles]
+    sums = WARPS * 16 * ((tiles + 1) // 2) * (8 * deep + rank + 1) * 4
+    return max(stages_bytes(tiles, deep, stages, quantised), sums)
 
 
 @cache
@@ -97,7 +100,7 @@ def _kernel(tiles: int, group: int, rank: int) -> Any:
     if rank:
         names = (*names, "down", "up")
     inputs = ["x", *(f"{name}{i}" for name in names for i in range(MATRICES))]
-    shared = stages_bytes(tiles, *tilings(quantised=group > 0)[tiles], quantised=group > 0)
+    shared = block_bytes(tiles, rank, quantised=group > 0)
     outputs = [f"out{i}" for i in range(MATRICES)]
     return cuda_kernel("few_tokens", inputs, outputs, shared=shared, QUANTISED=int(group > 0), GROUP=group, RANK=rank)
 
