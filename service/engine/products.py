@@ -86,7 +86,7 @@ def stages_bytes(tiles: int, deep: int, stages: int, quantised: bool = False) ->
 
 
 def block_bytes(tiles: int, rank: int, *, quantised: bool) -> int:
-    """Bytes of shared memory that a block takes on MLX's device: for its stages, and then for the warps' sums of its outputs and
+    """Bytes of shared memory that a block takes on MLX's device: for its stages, then for the warps' sums of its outputs and
     ranks. rank: of a low-rank product; 0: there is none."""
     deep, stages = tilings(quantised=quantised)[tiles]
     sums = WARPS * 16 * ((tiles + 1) // 2) * (8 * deep + rank + 1) * 4
