@@ -332,6 +332,7 @@ class Application:
             prefix_mb=engine.prefix_cache_mb,
             chunk=engine.prefill_chunk,
             training=training,
+            rank=runs.rank,
         )
         if plan.problem is not None:
             raise ModelError(plan.problem)

@@ -271,6 +271,7 @@ def _memory(settings: Settings, loaded: ModelsAtHand, free: int) -> dict[str, in
         prefix_mb=engine.prefix_cache_mb,
         chunk=engine.prefill_chunk,
         training=needed,
+        rank=training.rank,
     )
     budget, row = plan.budget, plan.budget.row
     memory = {
@@ -291,7 +292,7 @@ def _memory(settings: Settings, loaded: ModelsAtHand, free: int) -> dict[str, in
         ("prefix cache, at most", _size(min(memory["prefix"], budget.size) if current().paged else memory["prefix"])),
         ("training meanwhile, at most", _size(memory["training"])),
         ("activations of a prefill, about", _size(plan.activations)),
-        ("adapters folded into the draft, two at most", _size(plan.adapters)),
+        ("adapters of the draft, two at most", _size(plan.adapters)),
         ("freed memory held for reuse, at most", _size(memory["cache_limit"])),
         ("a token of a request", _size(row.first)),
         *((f"behind {most:,} tokens, for windows are full", _size(row.position)) for most in windows),

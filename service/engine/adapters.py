@@ -1,7 +1,7 @@
 """Loads LoRA adapters for the draft model. A Draft, the bare model or one with an adapter, is immutable.
 
-An adapter's files are validated completely before they are used. Then it is folded into copies of the weights that it changes;
-all other arrays are shared with the base.
+An adapter's files are validated completely before they are used. Then it is added to copies of the unquantised weights that it
+changes, or kept beside quantised ones (`folding`); all other arrays are shared with the base.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A draft model ready to serve. adapter: the id of the adapter folded into it, BARE_DRAFT (0) for none."""
+    """A draft model ready to serve. adapter: the id of its adapter, BARE_DRAFT (0) for none."""
 
     adapter: int
     model: nn.Module

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from service.engine.activations import Activations
-from service.engine.folding import folded_bytes
+from service.engine.folding import adapter_bytes
 from service.engine.kv.budget import Budget, PoolRow, RowBytes, prefix_bytes
 from service.engine.kv.cache import RowCache
 from service.engine.kv.groups import most_held
@@ -21,7 +21,7 @@ from service.models.arrays import named_arrays
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """How the device's memory is divided that weights and MLX's cache leave. activations: bytes of a prefill's. adapters: bytes
-    of the folded matrices of the adapter that drafts and of the next one, half of the rest at most; 0 where none is trained.
+    of the matrices of the adapter that drafts and of the next one, half of the rest at most; 0 where none is trained.
     left: bytes without those. prefix: bytes of the prefix cache, at most. budget: of keys and values."""
 
     activations: int
@@ -53,13 +53,15 @@ def plan_memory(
     prefix_mb: int | None,
     chunk: int | None,
     training: int,
+    rank: int,
 ) -> MemoryPlan:
     """Divide `left` bytes as the settings ask. kv_mb, prefix_mb, chunk: `engine.kv_budget_mb`, `engine.prefix_cache_mb` and
-    `engine.prefill_chunk`. training: bytes of a run; 0: there are none. Raises PairError."""
+    `engine.prefill_chunk`. training: bytes of a run; 0: there are none. rank: of
+    adapters. Raises PairError."""
     tokens = BURST * (chunk or current().prefill_chunk)
     activations = max(Activations.of(model).peak_bytes(tokens) for model in (target, draft) if model is not None)
     left = max(left - activations, 0)
-    adapters = min(2 * folded_bytes(draft), left // 2) if draft is not None and training else 0
+    adapters = min(2 * adapter_bytes(draft, rank), left // 2) if draft is not None and training else 0
     left -= adapters
     prefix, row = prefix_bytes(prefix_mb, left), row_bytes(target, draft)
     budget = Budget.of(kv_mb, left, prefix=prefix, training=training, row=row, chunk=chunk)

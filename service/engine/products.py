@@ -5,7 +5,9 @@ MLX on CUDA asks cuBLAS for an algorithm at every product of more than one token
 device. The kernel costs the host a third of that, multiplies with several matrices that read the same input at once (queries,
 keys and values; gate and up), and gives a token the same bits whatever else is in the call. Python pays as much again for it
 in every call, so that it is used in calls that are traced (`replay`). Weights of 4 bits it widens as it reads them, once for
-all tokens; a server with MLX's products of them was 2 to 9 times slower with 4 to 64 clients (docs/measurements.md).
+all tokens; a server with MLX's products of them was 2 to 9 times slower with 4 to 64 clients (docs/measurements.md). It adds
+the low-rank product of an adapter (`low_rank`) in the same launch: each block multiplies the input by the adapter's down matrix
+again, from the L2 cache, because one more launch would cost more.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from service.engine.kernels import cuda_kernel, shared_memory
+from service.engine.low_rank import SIBLINGS, LowRankQuantizedLinear
 
 THREADS, WARPS = 256, 8
 """Of a block."""
@@ -39,13 +42,15 @@ MATRICES = 3
 """That the kernel multiplies by in one call, at most."""
 INNER = 64
 """Elements of a row that a warp takes at a time."""
-SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names of layers that mlx-lm's models give the same input."""
+MAX_RANK = 32
+"""Of low-rank products beside quantised weights that the kernel adds; MLX computes larger ones."""
 
 Weight: TypeAlias = tuple[mx.array, ...]
 """A matrix (outputs, inner) by itself; or quantised: its numbers of 4 bits (outputs, inner / 8), uint32, and their scales and
 biases (outputs, groups)."""
-_Linear: TypeAlias = "FewTokenLinear | FewTokenQuantizedLinear"
+LowRank: TypeAlias = tuple[mx.array, mx.array]
+"""An adapter's matrices: down (rank, inner) and up (outputs, rank), the rank a multiple of 8."""
+_Linear: TypeAlias = "FewTokenLinear | FewTokenQuantizedLinear | FewTokenLowRankLinear"
 
 
 @dataclass(slots=True)
@@ -75,19 +80,29 @@ def most_tokens(*, quantised: bool = False) -> int:
 
 
 def stages_bytes(tiles: int, deep: int, stages: int, quantised: bool = False) -> int:
-    """Bytes of shared memory that a block takes. Of a quantised row a stage holds INNER numbers, two scales and two biases."""
+    """Bytes of shared memory of a block's stages. Of a quantised row a stage holds INNER numbers, two scales and two biases."""
     row = INNER * BITS // 8 + 8 if quantised else 2 * INNER
     return WARPS * stages * 8 * (tiles * 2 * INNER + deep * row)
 
 
+def block_bytes(tiles: int, rank: int, *, quantised: bool) -> int:
+    """Bytes of shared memory that a block takes on MLX's device: for its stages, then for the warps' sums of its outputs and
+    ranks. rank: of a low-rank product; 0: there is none."""
+    deep, stages = tilings(quantised=quantised)[tiles]
+    sums = WARPS * 16 * ((tiles + 1) // 2) * (8 * deep + rank + 1) * 4
+    return max(stages_bytes(tiles, deep, stages, quantised), sums)
+
+
 @cache
-def _kernel(tiles: int, group: int) -> Any:
-    """group: of quantised weights; 0 for others."""
+def _kernel(tiles: int, group: int, rank: int) -> Any:
+    """group: of quantised weights; 0 for others. rank: of low-rank products; 0: there are none."""
     names = ("weight", "scales", "biases") if group else ("weight",)
+    if rank:
+        names = (*names, "down", "up")
     inputs = ["x", *(f"{name}{i}" for name in names for i in range(MATRICES))]
-    shared = stages_bytes(tiles, *tilings(quantised=group > 0)[tiles], quantised=group > 0)
+    shared = block_bytes(tiles, rank, quantised=group > 0)
     outputs = [f"out{i}" for i in range(MATRICES)]
-    return cuda_kernel("few_tokens", inputs, outputs, shared=shared, QUANTISED=int(group > 0), GROUP=group)
+    return cuda_kernel("few_tokens", inputs, outputs, shared=shared, QUANTISED=int(group > 0), GROUP=group, RANK=rank)
 
 
 def _group(inner: int, weight: Weight) -> int:
@@ -105,8 +120,9 @@ def fits(x: mx.array, weight: Weight) -> bool:
     return prod(x.shape[:-1]) <= most_tokens(quantised=quantised)
 
 
-def few_tokens(x: mx.array, weights: Sequence[Weight]) -> list[mx.array]:
-    """x (..., inner) times each of one to three matrices of a kind, transposed: (..., outputs) each."""
+def few_tokens(x: mx.array, weights: Sequence[Weight], low_ranks: Sequence[LowRank] = ()) -> list[mx.array]:
+    """x (..., inner) times each of one to three matrices of a kind, transposed: (..., outputs) each. low_ranks: for each
+    quantised matrix a low-rank product to add, all of one rank up to MAX_RANK; empty: none."""
     *lead, inner = x.shape
     tokens, outputs, group = prod(lead), [weight[0].shape[0] for weight in weights], _group(inner, weights[0])
     tiles = next(n for n in tilings(quantised=group > 0) if 8 * n >= tokens)
@@ -114,8 +130,9 @@ def few_tokens(x: mx.array, weights: Sequence[Weight]) -> list[mx.array]:
     template = [("T", x.dtype), ("HALF", x.dtype == mx.float16), ("TILES", tiles), ("DEEP", deep), ("STAGES", stages)]
     # No block computes those that are not there. A kernel for each number of matrices would take as long again to compile.
     absent = MATRICES - len(weights)
-    parts = zip(*weights, *[weights[0]] * absent, strict=True)
-    made = _kernel(tiles, group)(
+    arrays = [(*w, *low) for w, low in zip(weights, low_ranks or [()] * len(weights), strict=True)]
+    parts = zip(*arrays, *[arrays[0]] * absent, strict=True)
+    made = _kernel(tiles, group, low_ranks[0][0].shape[0] if low_ranks else 0)(
         inputs=[x.reshape(tokens, inner), *(array for part in parts for array in part)],
         template=template,
         grid=(sum(-(-n // (8 * deep)) for n in outputs) * THREADS, 1, 1),
@@ -140,9 +157,20 @@ def _weight(layer: nn.Module) -> Weight:
     return (layer["weight"],)
 
 
-def _alike(one: Weight, other: Weight) -> bool:
-    """Whether the kernel multiplies by both in one call."""
-    return [(a.dtype, a.shape[1]) for a in one] == [(a.dtype, a.shape[1]) for a in other]
+def _low_rank(layer: nn.Module) -> tuple[LowRank, ...]:
+    """The layer's low-rank product if it has one that the kernel adds."""
+    if not isinstance(layer, LowRankQuantizedLinear) or layer.up.shape[1] > MAX_RANK:
+        return ()
+    return (layer.low_rank,)
+
+
+def _alike(one: nn.Module, other: nn.Module) -> bool:
+    """Whether the kernel multiplies by the weights of both layers in one call."""
+    kinds = [
+        [(a.dtype, a.shape[1]) for a in (*_weight(layer), *(a for low in _low_rank(layer) for a in low))]
+        for layer in (one, other)
+    ]
+    return kinds[0] == kinds[1]
 
 
 def _product(layer: _Linear, x: mx.array) -> mx.array | None:
@@ -156,8 +184,9 @@ def _product(layer: _Linear, x: mx.array) -> mx.array | None:
     # A layer that was given something else than its sibling multiplies by itself.
     siblings: _Siblings | None = None if given is not None else getattr(layer, "siblings", None)
     alive = [] if siblings is None else [each for refer in siblings.layers if (each := refer()) is not None]
-    others = [each for each in alive if _alike(_weight(each), weight)]
-    out, *more = few_tokens(x, [weight, *map(_weight, others)])
+    others = [each for each in alive if _alike(each, layer)]
+    low_ranks = [low for each in (layer, *others) for low in _low_rank(each)]
+    out, *more = few_tokens(x, [weight, *map(_weight, others)], low_ranks)
     call.ready.update({id(each): (x, product) for each, product in zip(others, more, strict=True)})
     return out
 
@@ -194,6 +223,19 @@ class FewTokenQuantizedLinear(_ByKernel, nn.QuantizedLinear):
     """See _ByKernel: with weights of 4 bits."""
 
 
+class FewTokenLowRankLinear(_ByKernel, LowRankQuantizedLinear):
+    """See _ByKernel: with weights of 4 bits and a low-rank product, which MLX computes above MAX_RANK."""
+
+    __slots__ = ()
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x (..., inner): (..., outputs)."""
+        if (out := _product(self, x)) is None:
+            return LowRankQuantizedLinear.__call__(self, x)
+        out = out + self["bias"] if "bias" in self else out
+        return out if _low_rank(self) else self.plus_low_rank(out, x)
+
+
 class FewTokenEmbedding(_HeadByKernel, nn.Embedding):
     """See _HeadByKernel."""
 
@@ -209,10 +251,12 @@ def _logits(layer: nn.Module, x: mx.array) -> mx.array | None:
     return few_tokens(x, [_weight(layer)])[0]
 
 
+_LINEAR = (FewTokenLinear, FewTokenQuantizedLinear, FewTokenLowRankLinear)
 _ROUTED: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: FewTokenLinear,
     nn.Embedding: FewTokenEmbedding,
     nn.QuantizedLinear: FewTokenQuantizedLinear,
+    LowRankQuantizedLinear: FewTokenLowRankLinear,
     nn.QuantizedEmbedding: FewTokenQuantizedEmbedding,
 }
 
@@ -225,7 +269,7 @@ def route(model: nn.Module) -> None:
     for module in model.modules():
         for names in SIBLINGS:
             found = [module.get(name) for name in names]
-            layers = [each for each in found if isinstance(each, FewTokenLinear | FewTokenQuantizedLinear)]
+            layers = [each for each in found if isinstance(each, _LINEAR)]
             if len(layers) > 1:
                 for layer in layers:
                     layer.siblings = _Siblings(tuple(ref(each) for each in layers if each is not layer))

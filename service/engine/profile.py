@@ -156,8 +156,8 @@ class Seeds:
         """What a step of drafts with these weights costs, as a multiple of the one that was timed."""
 
     def switch(self, draft: nn.Module) -> Costs:
-        """The costs with another version of the draft. Where its weights are of other shapes, as with an adapter folded into a
-        quantised draft, a step is timed against one of the present draft."""
+        """The costs with another version of the draft. Where its weights are of other shapes, as with an adapter beside
+        quantised weights, a step is timed against one of the present draft."""
         if self._draft is None:
             return self.costs
         shapes = _shapes(draft)

@@ -56,9 +56,8 @@ class Strategy:
     as long as a chunk takes. gather_seconds: how long a prompt may wait for others, to be prefilled in one call with them,
     while requests run. parked_prefill: a parked draft prefills prompts where that costs little; else it catches up when it is
     to draft. prefill_padding: padding allowed in a call over prompts of different lengths, as a share of their tokens. replay:
-    model calls over few tokens a row are traced and replayed. most_folded: bytes of an unquantised matrix up to which an
-    adapter is folded into a draft's quantised one; None: of any size. most_uncopied: tokens of a call up to which MLX
-    multiplies by quantised matrices as they are; for more it makes copies of them at full width; None: never."""
+    model calls over few tokens a row are traced and replayed. most_uncopied: tokens of a call up to which MLX multiplies by
+    quantised matrices as they are; for more it makes copies of them at full width; None: never."""
 
     launch_steps: bool
     ask_confidence: bool
@@ -74,7 +73,6 @@ class Strategy:
     parked_prefill: bool = True
     prefill_padding: float = 1 / 8
     replay: bool = False
-    most_folded: int | None = None
     most_uncopied: int | None = None
 
     def width(self, tokens: int) -> int:
@@ -107,7 +105,6 @@ METAL = Strategy(
     launch_ahead=True,
     prefill_chunk=512,
     parked_prefill=False,
-    most_folded=8 * 2**20,
 )
 CUDA = Strategy(
     launch_steps=True,

@@ -10,7 +10,10 @@ import pytest
 from numpy.typing import NDArray
 
 from service.engine import products
+from service.engine.folding import as_served
 from service.engine.kernels import shared_memory
+from service.engine.low_rank import add_low_rank
+from service.learning import lora
 from tests.support.cuda import NEEDS_CUDA
 from tests.support.oracle import tiny_llama
 
@@ -78,13 +81,45 @@ def test_weights_of_four_bits_by_the_kernel(
 
 
 @NEEDS_CUDA
+@pytest.mark.parametrize("kind", [mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("rank", [8, 16, 32])
+@pytest.mark.parametrize(
+    ("tokens", "outputs", "inner"),
+    [
+        (1, [24], 256),
+        (1, [2048, 1024, 1024], 1024),
+        (7, [576, 192, 192], 1536),
+        (31, [50, 7], 3072),
+        (64, [80, 48], 768),
+    ],
+)
+def test_low_rank_products_by_the_kernel(
+    tokens: int, outputs: list[int], inner: int, rank: int, kind: mx.Dtype
+) -> None:
+    x, *whole = arrays((1, tokens, inner), *((n, inner) for n in outputs), kind=kind)
+    downs, ups = arrays((len(outputs) * rank, inner), kind=kind), arrays(*((n, rank) for n in outputs), kind=kind)
+    weights = [mx.quantize(each, group_size=64, bits=4) for each in whole]
+    low_ranks = [(downs[0][i * rank : (i + 1) * rank], 0.2 * up) for i, up in enumerate(ups)]
+    made = products.few_tokens(x, weights, low_ranks)
+    for found, weight, (down, up) in zip(made, weights, low_ranks, strict=True):
+        factors = exact(x, down)
+        wanted = exact(x, mx.dequantize(*weight, group_size=64, bits=4)) + factors @ np.array(up.astype(mx.float32)).T
+        assert found.shape == wanted.shape
+        error = np.linalg.norm(np.array(found.astype(mx.float32)) - wanted) / np.linalg.norm(wanted)
+        assert error < {mx.float16: 1e-3, mx.bfloat16: 8e-3}[kind]
+
+
+@NEEDS_CUDA
 def test_a_tokens_product_has_the_same_bits_whatever_it_is_computed_with() -> None:
-    x, *whole = arrays((64, 1536), (96, 1536), (64, 1536), kind=mx.bfloat16)
+    x, *whole, down, up = arrays((64, 1536), (96, 1536), (64, 1536), (16, 1536), (96, 16), kind=mx.bfloat16)
     quantised = [mx.quantize(each, group_size=64, bits=4) for each in whole]
-    for one, other in ([(each,) for each in whole], quantised):
-        together = products.few_tokens(x, [one])[0]
+    adapted = [(down, up), (down, up[:64])]
+    for (one, other), low in (([(each,) for each in whole], []), (quantised, []), (quantised, adapted)):
+        together = products.few_tokens(x, [one], low[:1])[0]
         for tokens in (1, 2, 7, 16, 33, 60):
-            for found in (products.few_tokens(x[:tokens], [one])[0], products.few_tokens(x[:tokens], [other, one])[1]):
+            alone = products.few_tokens(x[:tokens], [one], low[:1])[0]
+            beside = products.few_tokens(x[:tokens], [other, one], low[::-1])[1]
+            for found in (alone, beside):
                 assert mx.array_equal(found, together[:tokens]).item()
 
 
@@ -110,6 +145,9 @@ def test_a_block_takes_no_more_shared_memory_than_there_is(
         assert products.stages_bytes(tiles, deep, stages) <= shared_memory() < 2 * products.stages_bytes(8, 6, 2)
     for tiles, (deep, stages) in products.tilings(quantised=True).items():
         assert products.stages_bytes(tiles, deep, stages, quantised=True) <= shared_memory()
+        for rank in range(0, products.MAX_RANK + 1, 8):
+            sums = products.WARPS * 16 * -(-tiles // 2) * (8 * deep + rank + 1) * 4
+            assert sums <= products.block_bytes(tiles, rank, quantised=True) <= shared_memory()
     weight = mx.zeros((16, 64), dtype=mx.bfloat16)
     assert products.most_tokens() == most
     assert products.fits(mx.zeros((most, 64), dtype=mx.bfloat16), (weight,))
@@ -157,9 +195,13 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Where the kernel is not: how many matrices each of its calls multiplies with."""
     counts: list[int] = []
 
-    def few_tokens(x: mx.array, weights: Sequence[products.Weight]) -> list[mx.array]:
+    def few_tokens(
+        x: mx.array, weights: Sequence[products.Weight], low_ranks: Sequence[products.LowRank]
+    ) -> list[mx.array]:
         counts.append(len(weights))
         whole = [weight[0] if len(weight) == 1 else mx.dequantize(*weight, group_size=32, bits=4) for weight in weights]
+        for i, (down, up) in enumerate(low_ranks):
+            whole[i] = whole[i] + up @ down
         return [x @ weight.T for weight in whole]
 
     monkeypatch.setattr(products, "few_tokens", few_tokens)
@@ -181,6 +223,34 @@ def test_siblings_are_multiplied_together(bits: int | None, noted: list[int]) ->
         assert mx.allclose(model(tokens), before, atol=close).item()
     # Queries, keys and values; attention's output; gate and up; down. Then the head.
     assert noted == [3, 1, 2, 1] * layers + [1]
+
+
+@pytest.mark.parametrize("rank", [4, 40])
+def test_low_rank_products_are_added_in_the_kernel_up_to_some_rank(rank: int, noted: list[int]) -> None:
+    model, tokens = tiny_llama(0), mx.array([[5, 6, 7]])
+    nn.quantize(model, group_size=32, bits=4)
+    lora.wrap(model, rank=rank, scale=2.0, seed=0)
+    for i, (name, array) in enumerate(lora.weights_of(model).items()):
+        model.load_weights([(name, 0.1 * mx.random.normal(array.shape, key=mx.random.key(i)))], strict=False)
+    served = as_served(model, None)
+    before, layers = served(tokens), len(model.layers)
+    products.route(served)
+    with products.by_kernel():
+        assert mx.allclose(served(tokens), before, atol=1e-3).item()
+    assert noted == [3, 1, 2, 1] * layers + [1], "one launch for queries, keys and values, as without an adapter"
+
+
+def test_a_layer_with_an_adapter_is_not_multiplied_with_a_sibling_without(noted: list[int]) -> None:
+    model = tiny_llama(0)
+    nn.quantize(model, group_size=32, bits=4)
+    attention: Any = model.layers[0].self_attn
+    add_low_rank([attention.k_proj], [mx.ones((32, 8))], [mx.ones((8, 16))])
+    products.route(attention)
+    x = mx.random.normal((1, 3, 32))
+    with products.by_kernel():
+        for name in ("q_proj", "k_proj", "v_proj"):
+            attention[name](x)
+    assert noted == [2, 1]
 
 
 def test_a_sibling_with_another_input_is_multiplied_by_itself(noted: list[int]) -> None:

@@ -47,11 +47,11 @@ def bytes_of(model: nn.Module) -> int:
 
 @cache
 def drafts() -> tuple[MemoryBound, MemoryBound]:
-    """A four-bit draft, and the same with a zero adapter folded into it."""
+    """A four-bit draft, and the same with a zero adapter of so high a rank that a step reads more than twice as much."""
     base, trained = (tiny_llama(1, hidden=128) for _ in range(2))
     for model in (base, trained):
         nn.quantize(model, group_size=32, bits=4)
-    lora.wrap(trained, rank=4, scale=2.0, seed=0)
+    lora.wrap(trained, rank=96, scale=2.0, seed=0)
     return MemoryBound(base), MemoryBound(as_served(trained, None))
 
 
@@ -61,12 +61,12 @@ def test_drafts_of_the_same_shapes_cost_the_same() -> None:
     assert one.calls == other.calls == 0, "no chance of timing tells them apart"
 
 
-def test_an_adapter_folded_into_a_quantised_draft_costs_more() -> None:
+def test_an_adapter_of_a_quantised_draft_is_charged_what_its_steps_cost() -> None:
     plain, folded = drafts()
     tokens = mx.array([[5, 6, 7]])
     assert mx.allclose(plain.model(tokens), folded.model(tokens), atol=1e-4), "it agrees with the target as often"
     more = bytes_of(folded) / bytes_of(plain)
-    assert more > 4
+    assert more > 2.5
     found = step_ratios({"0": plain, "4": folded, "5": MemoryBound(as_served(folded.model, None))})
     assert found["0"] == 1.0 and 2.0 < found["4"] == found["5"] < 1.5 * more
 

@@ -2,7 +2,8 @@
 // of it at a time, and fetch them STAGES ahead into shared memory of their own: each weight is read once. How terms are added
 // depends on the inner dimension alone: a token's product has the same bits whatever it is computed with.
 // Constants: T (bfloat16 or float16), HALF (it is float16), TILES, DEEP, STAGES; QUANTISED (weights are numbers of 4 bits, GROUP of
-// which share a scale and a bias).
+// which share a scale and a bias); RANK of a low-rank product that is added, 0 for none: inputs down (RANK rows like those of a
+// weight matrix) and up (outputs times RANK). Each block computes x times down again, which later blocks read from the L2 cache.
 constexpr int WARPS = 8, ROWS = 8 * DEEP, PAIRS = (TILES + 1) / 2;
 #if QUANTISED
 // Of a row: 8 words of numbers, the two scales and the two biases among which the chunk's are.
@@ -27,6 +28,12 @@ const T* biases = biases0;
 const T* other_scales[] = {scales1, scales2};
 const T* other_biases[] = {biases1, biases2};
 #endif
+#if RANK
+const T* down = down0;
+const T* up = up0;
+const T* other_downs[] = {down1, down2};
+const T* other_ups[] = {up1, up2};
+#endif
 T* other_outs[] = {out1, out2};
 const int others[] = {weight1_shape[0], weight2_shape[0]};
 #pragma unroll
@@ -38,6 +45,10 @@ for (int i = 0; i < 2; i++) {
 #if QUANTISED
   scales = other_scales[i];
   biases = other_biases[i];
+#endif
+#if RANK
+  down = other_downs[i];
+  up = other_ups[i];
 #endif
   out = other_outs[i];
   outputs = others[i];
@@ -95,11 +106,27 @@ auto fetch = [&](int chunk, int stage) {
 float acc[DEEP][PAIRS][4];
 #pragma unroll
 for (int i = 0; i < 4 * DEEP * PAIRS; i++) { acc[i / (4 * PAIRS)][i / 4 % PAIRS][i % 4] = 0.0f; }
+#if RANK
+float low[RANK / 8][PAIRS][4];
+#pragma unroll
+for (int i = 0; i < RANK / 2 * PAIRS; i++) { low[i / (4 * PAIRS)][i / 4 % PAIRS][i % 4] = 0.0f; }
+up += (int64_t)block * ROWS * RANK;
+// They are used at the end; the first block would wait for memory then.
+if (threadIdx.x < valid) { asm volatile("prefetch.global.L2 [%0];" :: "l"(up + threadIdx.x * RANK)); }
+#endif
 #pragma unroll
 for (int stage = 0; stage < STAGES - 1; stage++) { fetch(warp + stage * WARPS, stage); }
 const int swap = (g & 1) << 2;
 int stage = 0;
 for (int chunk = warp; chunk < chunks; chunk += WARPS) {
+#if RANK
+  uint4 downs[2][RANK / 8];
+  #pragma unroll
+  for (int i = 0; i < RANK / 4; i++) {
+    const int p = i / (RANK / 8), r = i % (RANK / 8);
+    downs[p][r] = __ldg(reinterpret_cast<const uint4*>(down + (int64_t)(8 * r + g) * inner + 64 * chunk) + q + 4 * p);
+  }
+#endif
   copy_async_wait<STAGES - 2>();
   __syncwarp();
   fetch(chunk + (STAGES - 1) * WARPS, stage == 0 ? STAGES - 1 : stage - 1);
@@ -130,6 +157,13 @@ for (int chunk = warp; chunk < chunks; chunk += WARPS) {
     for (int j = 0; j < PAIRS; j++) {
       uint4 a = at[64 * 2 * j + offset];
       uint4 b = 2 * j + 1 < TILES ? at[64 * (2 * j + 1) + offset] : make_uint4(0, 0, 0, 0);
+#if RANK
+      #pragma unroll
+      for (int r = 0; r < RANK / 8; r++) {
+        multiply<HALF>(low[r][j], a.x, b.x, a.y, b.y, downs[p][r].x, downs[p][r].y);
+        multiply<HALF>(low[r][j], a.z, b.z, a.w, b.w, downs[p][r].z, downs[p][r].w);
+      }
+#endif
 #if QUANTISED
       a = make_uint4(__byte_perm(a.x, a.z, 0x5410), __byte_perm(a.x, a.z, 0x7632), __byte_perm(a.y, a.w, 0x5410),
                      __byte_perm(a.y, a.w, 0x7632));
@@ -148,17 +182,41 @@ copy_async_wait<0>();
 __syncthreads();
 
 // The warps' sums, where the ring was.
-auto shares = reinterpret_cast<float (*)[16 * PAIRS][ROWS + 1]>(memory);
+auto shares = reinterpret_cast<float (*)[16 * PAIRS][ROWS + RANK + 1]>(memory);
 #pragma unroll
 for (int i = 0; i < 4 * DEEP * PAIRS; i++) {
   const int d = i / (4 * PAIRS), j = i / 4 % PAIRS, k = i % 4;
   shares[warp][16 * j + g + 8 * (k / 2)][8 * d + 2 * q + k % 2] = acc[d][j][k];
 }
+#if RANK
+#pragma unroll
+for (int i = 0; i < RANK / 2 * PAIRS; i++) {
+  const int r = i / (4 * PAIRS), j = i / 4 % PAIRS, k = i % 4;
+  shares[warp][16 * j + g + 8 * (k / 2)][ROWS + 8 * r + 2 * q + k % 2] = low[r][j][k];
+}
+__syncthreads();
+for (int i = threadIdx.x; i < tokens * RANK; i += WARPS * 32) {
+  float sum = 0.0f;
+  #pragma unroll
+  for (int w = 0; w < WARPS; w++) { sum += shares[w][i / RANK][ROWS + i % RANK]; }
+  shares[0][i / RANK][ROWS + i % RANK] = sum;
+}
+#endif
 __syncthreads();
 for (int i = threadIdx.x; i < tokens * ROWS; i += WARPS * 32) {
   const int token = i / ROWS, output = i % ROWS;
   float sum = 0.0f;
   #pragma unroll
   for (int w = 0; w < WARPS; w++) { sum += shares[w][token][output]; }
+#if RANK
+  if (output < valid) {
+    alignas(16) uint32_t factors[RANK / 2];
+    load(factors, up + output * RANK);
+    #pragma unroll
+    for (int r = 0; r < RANK; r++) {
+      sum += shares[0][token][ROWS + r] * static_cast<float>(reinterpret_cast<const T*>(factors)[r]);
+    }
+  }
+#endif
   if (output < valid) { out[(int64_t)token * outputs + block * ROWS + output] = static_cast<T>(sum); }
 }

@@ -8,10 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
 from mlx_lm.generate import generate_step, generation_stream, speculative_generate_step
 from mlx_lm.sample_utils import make_sampler
-from mlx_lm.tuner.lora import LoRALinear
 
 from service.core import Prompt
 from service.evaluation.bench.arms import Decoded, take_turns, tokens_per_second
@@ -94,11 +92,7 @@ def speed_by_k(
 
 
 def with_full_head(served: nn.Module) -> nn.Module:
-    """A draft as mlx-lm can run it, over the same arrays: with its full head, and remaining LoRA layers folded in as by
-    `redraft adapters export --fuse`."""
+    """A draft as mlx-lm can run it, over the same arrays: with its full head."""
     model = shallow_copy(served)
     uncut(model)
-    folded = [(name, module.fuse()) for name, module in model.named_modules() if isinstance(module, LoRALinear)]
-    model.update_modules(tree_unflatten(folded))
-    mx.eval(model.parameters())
     return model

@@ -81,7 +81,13 @@ class ServerPlan:
         left = free // self.servers - weight_bytes(*models) - device.cache_limit()
         engine = self.settings.engine
         plan = plan_memory(
-            *models, left, kv_mb=0, prefix_mb=engine.prefix_cache_mb, chunk=engine.prefill_chunk, training=0
+            *models,
+            left,
+            kv_mb=0,
+            prefix_mb=engine.prefix_cache_mb,
+            chunk=engine.prefill_chunk,
+            training=0,
+            rank=self.settings.training.rank,
         )
         share = plan.budget.size >> 20
         # To compare embeddings MLX has read them: its cache is given back for the servers.
