@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -17,6 +17,9 @@ from service.cli.console import agrees, at_terminal, err, out, stages, table, wr
 from service.cli.options import Config, Database, Draft, Json, Target, settings_from
 from service.core import RedraftError, StoreError
 from service.settings import Settings
+
+if TYPE_CHECKING:
+    from service.learning.loading import TrainingOutlook
 
 log = logging.getLogger(__name__)
 
@@ -203,7 +206,9 @@ def doctor(
         out.print(f"warning: {warning}", style="yellow", highlight=False)
     if not found.problems and not found.warnings:
         out.print("nothing is wrong", style="green")
-    memory = None if found.device_memory_free is None else _memory(settings, names, found.device_memory_free)
+    memory = (
+        None if found.device_memory_free is None else _memory(settings, names, found.device_memory_free, found.gflops)
+    )
     timed = _speed(settings) if speed and not found.problems else None
     more = {"database": database, "memory": memory, "speed": timed}
     write_json(json, asdict(found) | {name: each for name, each in more.items() if each is not None})
@@ -211,13 +216,13 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _memory(settings: Settings, names: Sequence[str], free: int) -> dict[str, int] | None:
+def _memory(settings: Settings, names: Sequence[str], free: int, gflops: float | None) -> dict[str, Any] | None:
     """What serving these models takes, in bytes, printed as a table; None where they are not at hand. free: bytes of the
-    device's memory."""
+    device's memory. gflops: its speed; None: not known."""
     from service.engine.device import cache_limit
     from service.engine.footprint import plan_memory, weight_bytes
     from service.engine.strategy import current
-    from service.learning.loading import training_bytes
+    from service.learning.loading import training_outlook
     from service.models.machine import folders_at_hand
     from service.models.pair import unread_pair
 
@@ -230,13 +235,16 @@ def _memory(settings: Settings, names: Sequence[str], free: int) -> dict[str, in
     except RedraftError as error:
         out.print(f"! {error}", style="red", highlight=False)
         return None
-    training, needed = settings.training, 0
-    if draft is not None and training.enabled:
-        needed = training_bytes(target, draft, rows=training.batch_size, length=training.max_length)
     weights, engine = weight_bytes(*models), settings.engine
+    left = max(free - weights - cache_limit(), 0)
+    outlook: TrainingOutlook | None = None
+    if draft is not None and settings.training.enabled:
+        # Beside serving: half of what is left, as the server plans it.
+        outlook = training_outlook(target, draft, settings.training, left // 2, tflops=gflops and gflops / 1e3)
+    needed = outlook.peak_bytes if outlook is not None else 0
     plan = plan_memory(
         *models,
-        max(free - weights - cache_limit(), 0),
+        left,
         kv_mb=engine.kv_budget_mb,
         prefix_mb=engine.prefix_cache_mb,
         chunk=engine.prefill_chunk,
@@ -252,6 +260,7 @@ def _memory(settings: Settings, names: Sequence[str], free: int) -> dict[str, in
         "prefix": plan.prefix,
         "cache_limit": cache_limit(),
         "training": needed,
+        "training_outlook": None if outlook is None else asdict(outlook),
         "total_free": free,
     }
     windows = [max(most for most, _ in row.windows)] if row.windows else []
@@ -260,6 +269,7 @@ def _memory(settings: Settings, names: Sequence[str], free: int) -> dict[str, in
         ("weights", _size(memory["weights"])),
         ("prefix cache, at most", _size(min(memory["prefix"], budget.size) if current().paged else memory["prefix"])),
         ("training meanwhile, at most", _size(memory["training"])),
+        *(() if outlook is None else (("how a run trains", _training(outlook)),)),
         ("activations of a prefill, about", _size(plan.activations)),
         ("adapters folded into the draft, two at most", _size(plan.adapters)),
         ("freed memory held for reuse, at most", _size(memory["cache_limit"])),
@@ -275,6 +285,17 @@ def _memory(settings: Settings, names: Sequence[str], free: int) -> dict[str, in
     if plan.problem is not None:
         out.print(f"! {plan.problem}", style="red", highlight=False)
     return memory
+
+
+def _training(outlook: TrainingOutlook) -> str:
+    """How a run trains, in words."""
+    if outlook.refusal is not None:
+        return f"not at all: {outlook.refusal}"
+    if not outlook.fits:
+        return f"does not fit: the smallest run takes {_size(outlook.peak_bytes)}"
+    how = ", gradient checkpointing" if outlook.recompute else ""
+    time = "" if outlook.minutes is None else f", an epoch of a full window in about {max(outlook.minutes, 1):,.0f} min"
+    return f"{outlook.batch} x {outlook.length} tokens at a time{how}{time}"
 
 
 def _size(count: int) -> str:

@@ -21,6 +21,7 @@ from service.core.errors import (
     RedraftError,
     StoreError,
     TrainingFailed,
+    TrainingOutOfMemory,
     Unavailable,
 )
 from service.core.generation import (
@@ -175,6 +176,7 @@ __all__ = [
     "ToolCall",
     "TrafficPoint",
     "TrainingFailed",
+    "TrainingOutOfMemory",
     "TrainingRun",
     "Trigger",
     "Unavailable",

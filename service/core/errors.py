@@ -82,6 +82,10 @@ class TrainingFailed(RedraftError):
     code = "training_failed"
 
 
+class TrainingOutOfMemory(TrainingFailed):
+    """A run does not fit into the memory that is free."""
+
+
 class StoreError(RedraftError):
     """The database cannot be used as it is (wrong schema revision, damaged, not writable)."""
 

@@ -1,7 +1,10 @@
 """Training jobs with a real database and models on disk, in a process of their own where it matters."""
 
+import io
 import json
+import logging
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -9,14 +12,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import psutil
 import pytest
 from mlx_lm.tuner.utils import load_adapters
 
 from service.core import AcceptRule, RunState, Score, TrainingFailed
-from service.learning.channel import ORPHANED
+from service.learning import training_job
+from service.learning.batches import Batch
+from service.learning.channel import ORPHANED, Channel
 from service.learning.general_set import GeneralSet
+from service.learning.loading import training_shape
+from service.learning.losses import TargetDivergence
 from service.learning.scoring.score import score
 from service.learning.scoring.simulate import simulate_rounds
 from service.learning.spec import TrainJob, parse
@@ -25,6 +33,7 @@ from service.models import vocabulary
 from service.models.fingerprint import folder_sha256
 from service.models.heads import cut
 from service.models.pair import load_model
+from service.models.training_memory import TrainingPlan, TrainingShape, plan_training, training_bytes
 from service.store.log.generations import TRAIN, Generations, split_of
 from service.store.log.training_texts import TrainingTexts
 from tests.support.databases import BY_NIGHT
@@ -277,7 +286,7 @@ def test_a_run_that_was_cancelled_meanwhile_is_not_published(home: Home) -> None
     ("changes", "reason"),
     [
         ({"fencing": 0}, "fencing token changed"),
-        ({"training": TRAINING | {"memory_gb": 1e6}}, "GiB are free"),
+        ({"training": TRAINING | {"memory_gb": 1e-3}}, "GiB of memory may be used"),
         ({"parent": "/nowhere", "parent_id": 3}, "cannot be read"),
     ],
 )
@@ -286,6 +295,84 @@ def test_an_impossible_run_reports_the_reason(home: Home, changes: Message, reas
     assert [message["type"] for message in messages if message["type"] != "texts"] == ["failed"]
     assert reason in messages[-1]["reason"]
     assert home.published() == []
+
+
+def peaks(home: Home) -> Callable[..., int]:
+    """Planned bytes of a run of the logged pair with longer texts than the tests' own."""
+    shape = training_shape(home.logged_pair.target, home.logged_pair.draft, rank=8)
+
+    def peak(rows: int, length: int = 64, *, recompute: bool = False, chunk: int = 512) -> int:
+        return training_bytes(shape, rows=rows, length=length, recompute=recompute, chunk=chunk).total
+
+    return peak
+
+
+@pytest.mark.parametrize(
+    ("rows", "recompute", "words"), [(2, False, "4 x 2 texts"), (8, True, "1 x 8 texts of 64 tokens with gradient")]
+)
+def test_a_run_with_little_memory_computes_smaller_pieces_and_publishes(
+    home: Home,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    rows: int,
+    recompute: bool,
+    words: str,
+) -> None:
+    """As the setting limits it."""
+    if recompute:
+        # A tiny model's stored activations are nothing beside its logits.
+        monkeypatch.setattr("service.learning.loading.plan_training", first_that_recomputes)
+    calls: list[int] = []
+    positions = training_job.TargetDivergence.__call__
+
+    def noting(loss: TargetDivergence, model: nn.Module, batch: Batch) -> mx.array:
+        calls.append(batch.rows)
+        return positions(loss, model, batch)
+
+    monkeypatch.setattr(training_job.TargetDivergence, "__call__", noting)
+    peak = peaks(home)
+    limit = peak(8) if recompute else (peak(rows, chunk=32) + peak(2 * rows, recompute=True, chunk=32)) // 2
+    spec = home.spec(training={"epochs": 2, "memory_gb": limit / 2**30})
+    with caplog.at_level(logging.INFO):
+        messages = perform(spec)
+    assert messages[-1]["type"] == "done", messages[-1]
+    assert of_type(messages, "candidate") and home.published()
+    assert max(calls) == rows
+    assert f"steps of {words}" in caplog.text
+    progress = of_type(messages, "progress")
+    assert progress[-1]["loss"] < progress[0]["loss"]
+
+
+def first_that_recomputes(shape: TrainingShape, free: int, **wanted: int) -> TrainingPlan | None:
+    plan = plan_training(shape, free, **wanted)
+    return plan and replace(plan, recompute=True)
+
+
+def test_texts_are_shortened_before_a_run_is_refused(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = parse(json.dumps(home.spec(training={"max_length": 96})))
+    assert isinstance(job, TrainJob)
+    run = training_job.TrainingJob(job, Channel(0, io.StringIO()), home.database)
+    lengths: list[int] = []
+
+    def shorter(shape: TrainingShape, free: int, *, batch: int, length: int) -> TrainingPlan:
+        lengths.append(length)
+        return TrainingPlan(1, batch, 32, False, 32, 0)
+
+    monkeypatch.setattr(training_job, "plan_run", shorter)
+    data, plan, texts = run._data()  # pyright: ignore[reportPrivateUsage]
+    assert lengths == [64] and plan.length == 32
+    assert 16 < data.longest <= 32
+    assert len(data.examples) > len(texts), "one text becomes several windows"
+
+
+def test_a_draft_whose_recurrence_has_no_gradient_is_refused_by_name(home: Home, tmp_path: Path) -> None:
+    spec = home.spec()
+    shutil.copytree(home.logged_pair.draft, tmp_path / "hybrid")
+    config = tmp_path / "hybrid" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"linear_num_value_heads": 2}))
+    messages = perform(spec | {"draft": str(tmp_path / "hybrid")})
+    assert [m["type"] for m in messages] == ["failed"]
+    assert messages[-1]["reason"] == "hybrid is not trained: its recurrent layers have no gradient on this device"
 
 
 def test_an_invalid_job_is_refused_by_name(home: Home) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from service.learning import lora
 from service.learning.batches import Batch, collate
-from service.learning.examples import build
 from service.learning.draft_steps import states_at_positions
+from service.learning.examples import build
 from service.learning.losses import Objective, TargetDivergence, buckets, forward_kl, jensen_shannon
 from tests.support.logged_texts import VOCABULARY, random_texts, with_targets
 from tests.support.oracle import tiny_llama

@@ -38,7 +38,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory, pair: tuple[Path, Path]) -> Iterator[LocalServer]:
     root = tmp_path_factory.mktemp("server")
-    server = tiny_server(root, pair, training={"memory_gb": 1e6}, server={"drain_seconds": 60.0})
+    server = tiny_server(root, pair, training={"memory_gb": 1e-3}, server={"drain_seconds": 60.0})
     with sigint(signal.SIG_DFL):
         server.start()
     try:
