@@ -251,7 +251,7 @@ def _memory(settings: Settings, names: Sequence[str], free: int, gflops: float |
         training=needed,
     )
     budget, row = plan.budget, plan.budget.row
-    memory = {
+    memory: dict[str, Any] = {
         "weights": weights,
         "kv_per_token": row.first,
         "kv": budget.size,
@@ -289,8 +289,6 @@ def _memory(settings: Settings, names: Sequence[str], free: int, gflops: float |
 
 def _training(outlook: TrainingOutlook) -> str:
     """How a run trains, in words."""
-    if outlook.refusal is not None:
-        return f"not at all: {outlook.refusal}"
     if not outlook.fits:
         return f"does not fit: the smallest run takes {_size(outlook.peak_bytes)}"
     how = ", gradient checkpointing" if outlook.recompute else ""

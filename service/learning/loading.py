@@ -26,7 +26,6 @@ from service.models.training_memory import (
     SHORTEST,
     TrainingPlan,
     TrainingShape,
-    has_recurrence_without_gradient,
     plan_training,
     smallest_plan,
     training_seconds,
@@ -122,8 +121,7 @@ def plan_run(shape: TrainingShape, free: int, *, batch: int, length: int, shorte
 class TrainingOutlook:
     """What a run would do in a given memory. batch, length: texts of a micro-batch and their tokens. recompute: whether with
     gradient checkpointing. peak_bytes: what it takes. minutes: of one epoch over `training.window` texts of that length; None
-    where the device's speed is not known. refusal: why no run is made whatever the memory; None: runs are made. Where fits is
-    False the figures are of the smallest run."""
+    where the device's speed is not known. Where fits is False the figures are of the smallest run."""
 
     fits: bool
     batch: int
@@ -131,7 +129,6 @@ class TrainingOutlook:
     recompute: bool
     peak_bytes: int
     minutes: float | None
-    refusal: str | None = None
 
 
 def training_outlook(
@@ -150,19 +147,10 @@ def training_outlook(
         tokens = max(training.window, 1) * plan.length
         share = training.gpu_share if mx.default_device().type != mx.cpu else 1.0
         seconds = training_seconds(
-            shape, tokens, length=plan.length, recompute=plan.recompute, tflops=tflops, share=share
+            shape, tokens, rows=plan.rows, length=plan.length, recompute=plan.recompute, tflops=tflops, share=share
         )
         minutes = seconds / 60
-    return TrainingOutlook(
-        found is not None, plan.rows, plan.length, plan.recompute, plan.peak_bytes, minutes, refusal(draft)
-    )
-
-
-def refusal(draft: Path) -> str | None:
-    """Why this draft is not trained, in a sentence; None: it is."""
-    if has_recurrence_without_gradient(_config(draft)):
-        return f"{draft.name} is not trained: its recurrent layers have no gradient on this device"
-    return None
+    return TrainingOutlook(found is not None, plan.rows, plan.length, plan.recompute, plan.peak_bytes, minutes)
 
 
 def logits_width(folder: Path) -> int:

@@ -22,7 +22,7 @@ from service.core import Generation, Progress, TrainingFailed
 from service.engine.footprint import row_bytes, weight_bytes
 from service.learning.channel import Channel
 from service.learning.draft_steps import UNROLLED
-from service.learning.loading import load_draft, load_target, plan_run, refusal, target_width, training_shape
+from service.learning.loading import load_draft, load_target, plan_run, target_width, training_shape
 from service.learning.make.distil import LOGITS_COPIES, Distillation, batches
 from service.learning.make.target_text import ANSWER, FORCED, TargetText, write_text
 from service.learning.practice_text import Kind, Piece, PracticeText, mixed
@@ -98,8 +98,6 @@ class PracticeJob(TrainingJob):
 
     def _learn(self) -> Learnt:
         job = self.job
-        if (reason := refusal(job.draft)) is not None:
-            raise TrainingFailed(reason)
         if not self.seeds:
             raise TrainingFailed("none of the texts that practice should begin like is in the log any more")
         target = load_target(job)

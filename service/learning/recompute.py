@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
-import mlx.core as mx
 import mlx.nn as nn
 from mlx.nn.utils import checkpoint
 
@@ -36,8 +35,7 @@ def _recomputed(kind: type[nn.Module]) -> type[nn.Module]:
     """A subclass of a block's class whose calls are checkpointed."""
 
     def call(self: nn.Module, *positional: Any, **named: Any) -> Any:
-        inner = cast("Callable[..., mx.array]", super(recomputed, self).__call__)
+        inner = partial(cast("Any", kind).__call__, self)
         return cast("Callable[..., Any]", checkpoint(self, inner))(*positional, **named)
 
-    recomputed = cast("type[nn.Module]", type(kind.__name__, (kind,), {"__call__": call}))
-    return recomputed
+    return type(kind.__name__, (kind,), {"__call__": call})

@@ -188,11 +188,10 @@ class _WeightedSum:
         self.loss += loss * weight
         self.weight += weight
 
-    def mean(self) -> tuple[Gradients, float] | None:
-        """Their weighted means; None without any."""
-        if self.gradients is None or self.weight == 0.0:
-            return None
-        weight = self.weight
+    def mean(self) -> tuple[Gradients, float]:
+        """Their weighted means; zeros where no batch had any weight. There must be one batch."""
+        assert self.gradients is not None
+        weight = self.weight or 1.0
         return tree_map(lambda g: g / weight, self.gradients), self.loss / weight
 
 
@@ -247,9 +246,8 @@ class _MicroBatches(Generic[B]):
             loss, gradients = self._of(part)
             # A part with nothing to learn adds nothing.
             total.add(gradients, number(loss), part.loss_weight)
-        mean = total.mean()
-        # Nothing to learn in any part: the last one's loss and gradient are 0.
-        return (loss, gradients) if mean is None else (mx.array(mean[1]), mean[0])
+        mean, loss = total.mean()
+        return mx.array(loss), mean
 
     def _of(self, batch: B) -> tuple[mx.array, Gradients]:
         self._paused += self.hold()
@@ -301,11 +299,10 @@ class _Run:
 
     def update(self) -> None:
         """Apply the mean of the pending gradients, and report progress."""
-        mean = self.pending.sum.mean()
-        self.pending = _Pending()
+        total, self.pending = self.pending.sum, _Pending()
         loss = None
-        if mean is not None:
-            gradients, loss = mean
+        if total.gradients is not None:
+            gradients, loss = total.mean()
             norm = global_norm(gradients)
             scale = mx.minimum(self.settings.clip / mx.maximum(norm, 1e-12), 1.0)
             self.optimiser.learning_rate = self.settings.rate(self.step)

@@ -26,7 +26,6 @@ from service.learning.loading import (
     load_grammars,
     load_target,
     plan_run,
-    refusal,
     serving_vocabulary,
     shared_width,
     target_width,
@@ -93,8 +92,6 @@ class TrainingJob:
         self._score(learnt.draft, learnt.vocabulary)
 
     def _learn(self) -> Learnt:
-        if (reason := refusal(self.job.draft)) is not None:
-            raise TrainingFailed(reason)
         data, plan, tokens = self._data()
         draft = load_draft(self.job, needed=plan.peak_bytes)
         shape = self._wrap(draft.model, self.job.training.rank)

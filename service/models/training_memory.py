@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 PROCESS = 512 * 2**20
 """Bytes of the interpreter, its libraries and MLX's buffers."""
@@ -23,6 +23,9 @@ the model's precision, where that is not float32."""
 EFFICIENCY = 0.5
 """Share of a device's speed in large matrix products that a training step reaches. An assumption, for machines on which no run
 has been measured."""
+UNROLLED_SECONDS = 2.5e-4
+"""Seconds that a recurrent block takes for one position of all rows, forward and backward: training computes its state one
+position after another, in some sixty small operations. An assumption."""
 _FLOAT = 4
 _ADAPTER_COPIES = 7
 """The adapter's weights, those of the best validation so far, AdamW's two moments, the gradients of a micro-batch, their sum,
@@ -211,25 +214,19 @@ def _plans(shape: TrainingShape, batch: int, length: int, shortest: int) -> Iter
 
 
 def training_seconds(
-    shape: TrainingShape, tokens: int, *, length: int, recompute: bool, tflops: float, share: float = 1.0
+    shape: TrainingShape, tokens: int, *, rows: int, length: int, recompute: bool, tflops: float, share: float = 1.0
 ) -> float:
-    """How long it takes to train on so many tokens. tflops: of the device, in large matrix products at the draft's precision,
-    of which a step reaches EFFICIENCY. share: of the time in which a run works."""
+    """How long it takes to train on so many tokens. rows, length: of a micro-batch. tflops: of the device, in large matrix
+    products at the draft's precision, of which a step reaches EFFICIENCY. share: of the time in which a run works."""
     # Frozen weights have no gradient: the backward pass costs as much as the forward pass.
     passes = 3 if recompute else 2
     block = 2 * shape.block_parameters + 4 * length * shape.queries
     head = 2 * 2 * shape.hidden * shape.vocabulary
     flops = tokens * (passes * shape.steps * shape.blocks * block + head)
-    return flops / (tflops * 1e12 * EFFICIENCY * share)
+    unrolled = tokens / rows * shape.recurrent * UNROLLED_SECONDS
+    return (flops / (tflops * 1e12 * EFFICIENCY) + unrolled) / share
 
 
 def with_logits(shape: TrainingShape, *, vocabulary: int, copies: int) -> TrainingShape:
     """The same draft under a loss that holds the logits of all positions at once."""
     return replace(shape, vocabulary=vocabulary, copies=copies, chunked=False)
-
-
-def has_recurrence_without_gradient(config: Mapping[str, Any]) -> bool:
-    """Whether blocks keep a recurrent state that is computed token by token while training: mlx-lm's kernel for it has no
-    gradient."""
-    text = {**config, **cast("Mapping[str, object]", config.get("text_config") or {})}
-    return bool(text.get("linear_num_value_heads"))

@@ -195,6 +195,12 @@ def test_many_texts_and_long_ones_are_walked_in_pieces(monkeypatch: pytest.Monke
         assert np.array_equal(one.rates, other.rates)
 
 
+def test_fewer_logits_exist_at_once_where_memory_is_short() -> None:
+    found = [positions_at_once(150_000, int(gib * 2**30)) for gib in (64, 2, 1, 0.1, 0)]
+    assert found == [256, 128, 64, 16, 16]
+    assert positions_at_once(VOCABULARY, 2**24) == 256
+
+
 def test_a_draft_that_is_not_finite_is_never_accepted() -> None:
     draft = tiny_llama(2)
     draft.model.norm.weight = mx.full(draft.model.norm.weight.shape, float("nan"))

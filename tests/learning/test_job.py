@@ -4,7 +4,6 @@ import io
 import json
 import logging
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -363,16 +362,6 @@ def test_texts_are_shortened_before_a_run_is_refused(home: Home, monkeypatch: py
     assert lengths == [64] and plan.length == 32
     assert 16 < data.longest <= 32
     assert len(data.examples) > len(texts), "one text becomes several windows"
-
-
-def test_a_draft_whose_recurrence_has_no_gradient_is_refused_by_name(home: Home, tmp_path: Path) -> None:
-    spec = home.spec()
-    shutil.copytree(home.logged_pair.draft, tmp_path / "hybrid")
-    config = tmp_path / "hybrid" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"linear_num_value_heads": 2}))
-    messages = perform(spec | {"draft": str(tmp_path / "hybrid")})
-    assert [m["type"] for m in messages] == ["failed"]
-    assert messages[-1]["reason"] == "hybrid is not trained: its recurrent layers have no gradient on this device"
 
 
 def test_an_invalid_job_is_refused_by_name(home: Home) -> None:

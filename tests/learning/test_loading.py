@@ -1,6 +1,5 @@
 """How much memory a job may plan with, and what it says where that is too little."""
 
-import json
 from pathlib import Path
 
 import mlx.core as mx
@@ -47,14 +46,10 @@ def test_the_outlook_of_a_pair(tmp_path: Path) -> None:
     folder = save_model(tiny_llama(1), tmp_path / "draft")
     settings = TrainingSettings(window=100)
     whole = training_outlook(folder, folder, settings, 2**40, tflops=4.0)
-    assert (whole.fits, whole.batch, whole.length, whole.recompute, whole.refusal) == (True, 8, 512, False, None)
+    assert (whole.fits, whole.batch, whole.length, whole.recompute) == (True, 8, 512, False)
     slow = training_outlook(folder, folder, settings, 2**40, tflops=1.0)
     assert whole.minutes is not None and slow.minutes == pytest.approx(4 * whole.minutes)
     assert training_outlook(folder, folder, settings, 2**40).minutes is None
     small = training_outlook(folder, folder, settings, whole.peak_bytes - 1)
     assert small.fits and small.peak_bytes < whole.peak_bytes and small.batch < 8
     assert training_outlook(folder, folder, TrainingSettings(memory_gb=1e-3), 2**40).fits is False
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"linear_num_value_heads": 2}))
-    refused = training_outlook(folder, folder, settings, 2**40)
-    assert refused.refusal == "draft is not trained: its recurrent layers have no gradient on this device"

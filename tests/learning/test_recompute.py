@@ -22,7 +22,7 @@ from tests.support.families import IDENTICAL, RECURRENT, V
 from tests.support.families import build as build_family
 from tests.support.logged_texts import VOCABULARY, random_texts, with_targets
 from tests.support.oracle import noisy_copy, tiny_llama
-from tests.support.typed import layers_of, leaves
+from tests.support.typed import as_float, layers_of, leaves
 
 FAMILIES = {**IDENTICAL, **RECURRENT}
 DAILY = ("llama", "qwen3", "gemma3_text", "gemma4_text", "qwen3_moe", "lfm2", "qwen3_5")

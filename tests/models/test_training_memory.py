@@ -122,6 +122,29 @@ def test_a_run_fits_the_memory_that_is_free(gib: float, wanted: tuple[int, int, 
     assert (plan and (plan.rows, plan.length, plan.recompute)) == wanted
 
 
+MACHINES = (16, 24, 36, 48, 64)
+
+
+@pytest.mark.parametrize(
+    ("config", "weights", "target", "wanted"),
+    [
+        (QWEN3_06B, 0.33, 5.0, [(4, True), (2, False), (4, False), (4, False), (8, False)]),
+        (LLAMA_1B, 0.7, 2.0, [(1, False), (2, False), (4, False), (4, False), (8, False)]),
+    ],
+)
+def test_every_machine_trains_at_full_length_beside_serving(
+    config: dict[str, int], weights: float, target: float, wanted: list[tuple[int, bool]]
+) -> None:
+    """With half of what is left for the device, 0.7 of a Mac's memory, once the 4-bit pair is loaded."""
+    shape, found = half(config, weights), list[tuple[int, bool]]()
+    for machine in MACHINES:
+        free = int(0.9 * GIB * (0.7 * machine - weights - target) / 2)
+        plan = plan_training(shape, free, batch=8, length=512)
+        assert plan is not None and plan.length == 512 and plan.peak_bytes <= free
+        found.append((plan.rows, plan.recompute))
+    assert found == wanted
+
+
 @pytest.mark.parametrize(("name", "batch"), list(product(("qwen", "llama", "head"), (1, 6, 7, 8))))
 def test_plans_make_the_same_step_within_what_is_free(name: str, batch: int) -> None:
     shape = half(QWEN3_06B, 0.3) if name == "qwen" else half(LLAMA_1B, 2.3)
@@ -142,6 +165,17 @@ def test_plans_make_the_same_step_within_what_is_free(name: str, batch: int) -> 
     assert len(seen) > 3
 
 
+def test_measured_peaks_are_within_what_is_planned() -> None:
+    """Of steps in float32 on a CPU (docs/measurements.md), MiB beside the weights: layers, rows, length, recomputed, width."""
+    measured = {(4, 2, 256, False, 151_936): 408, (8, 2, 256, True, 151_936): 202, (4, 1, 512, False, 4096): 383}
+    for (layers, rows, length, recompute, width), mib in measured.items():
+        config = QWEN3_06B | {"num_hidden_layers": layers, "vocab_size": width}
+        shape = TrainingShape.of(config, weights=0, value=4, rank=16)
+        taken = training_bytes(shape, rows=rows, length=length, recompute=recompute, chunk=64)
+        planned = (taken.stored + taken.working) / 2**20
+        assert mib / 1.05 < planned < 1.3 * mib
+
+
 def test_a_text_below_the_floor_is_not_made_longer() -> None:
     plan = smallest_plan(half(QWEN3_06B, 0.3), batch=8, length=96)
     assert plan.length == 96
@@ -151,7 +185,7 @@ def test_time_follows_tokens_speed_and_recomputation() -> None:
     shape = half(QWEN3_06B, 0.3)
 
     def seconds(tokens: int = 10**6, tflops: float = 4.0, recompute: bool = False, share: float = 1.0) -> float:
-        return training_seconds(shape, tokens, length=512, recompute=recompute, tflops=tflops, share=share)
+        return training_seconds(shape, tokens, rows=4, length=512, recompute=recompute, tflops=tflops, share=share)
 
     assert seconds(tokens=2 * 10**6) == pytest.approx(2 * seconds())
     assert seconds(tflops=8.0) == pytest.approx(seconds() / 2)
@@ -159,3 +193,6 @@ def test_time_follows_tokens_speed_and_recomputation() -> None:
     assert seconds() < seconds(recompute=True) < 1.5 * seconds()
     # 0.44e9 weights in blocks, twice forward and backward, and the head.
     assert seconds() == pytest.approx(10**6 * (4 * 0.44e9 + 4 * 0.156e9) / 2e12, rel=0.15)
+    hybrid = replace(shape, recurrent=21, state=2**18)
+    slower = [training_seconds(hybrid, 10**6, rows=n, length=512, recompute=True, tflops=4.0) for n in (1, 2, 10**9)]
+    assert slower[0] - slower[2] == pytest.approx(2 * (slower[1] - slower[2])) and slower[0] > 2 * slower[2]
