@@ -15,6 +15,7 @@ from service.learning.examples import unpack
 from service.learning.scoring.acceptance import acceptance, overlap
 from service.learning.scoring.expected import calls_by_length, expected_accepted, expected_calls, expected_positions
 from service.learning.scoring.score import predictable_rounds
+from service.learning.teacher_forcing import positions_at_once
 from tests.support.logged_texts import VOCABULARY, generation, random_texts, served, with_targets
 from tests.support.oracle import noisy_copy, tiny_llama
 from tests.support.typed import as_int
