@@ -35,7 +35,7 @@ from service.engine.prefill import Pace
 from service.engine.preflight import check_rows
 from service.engine.thread import EngineThread
 from service.learning import practice_text
-from service.learning.loading import training_bytes
+from service.learning.loading import training_outlook
 from service.learning.practice import practice_bytes
 from service.learning.targets import remove_files
 from service.learning_loop import TRAINING_LOG, LearningLoop, Place
@@ -318,12 +318,11 @@ class Application:
         with what is free then. Raises ModelError where nothing is left for keys and values."""
         engine, runs, training = self.settings.engine, self.settings.training, 0
         if runs.enabled and runs.run_here and folders.draft is not None:
-            rows, length = runs.batch_size, runs.max_length
-            training = training_bytes(folders.target, folders.draft, rows=rows, length=length)
+            # Half of what is free: serving goes first.
+            training = training_outlook(folders.target, folders.draft, runs, free // 2).peak_bytes
             if self.learning.practice.on:
-                training = max(
-                    training, practice_bytes(pair.target.model, (folders.target, folders.draft), pair.vocabulary)
-                )
+                both, rank = (folders.target, folders.draft), runs.practice_rank
+                training = max(training, practice_bytes(pair.target.model, both, pair.vocabulary, rank))
         plan = plan_memory(
             pair.target.model,
             pair.draft.model if pair.draft is not None else None,

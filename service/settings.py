@@ -194,7 +194,8 @@ class TrainingSettings(Section):
     threads: int = Field(default=0, ge=0)
     """BLAS threads of the child; 0: half of the cores. Serving keeps the others while it runs."""
     memory_gb: float = Field(default=0.0, ge=0)
-    """Refuse to train when less than this of the device's memory is free; 0: estimated from the models."""
+    """A run may take so much of the device's memory; 0: what is free. It fits itself into that: smaller micro-batches, gradient
+    checkpointing, then shorter texts."""
     timeout_seconds: float = Field(default=3600.0, gt=0)
     """A run may take so long; pauses, and the time for which the machine sleeps, are not counted."""
     pause_on_battery: bool = True

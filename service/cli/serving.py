@@ -22,6 +22,8 @@ from service.settings import Settings
 if TYPE_CHECKING:
     import mlx.nn as nn
 
+    from service.learning.loading import TrainingOutlook
+
 log = logging.getLogger(__name__)
 
 models = typer.Typer(help="Models: which are here, getting one, removing one.", no_args_is_help=True)
@@ -216,7 +218,7 @@ def doctor(
         out.print("nothing is wrong", style="green")
     memory = None
     if loaded is not None and found.device_memory_free is not None:
-        memory = _memory(settings, loaded, found.device_memory_free)
+        memory = _memory(settings, loaded, found.device_memory_free, found.gflops)
     timed = _speed(settings) if speed and not found.problems else None
     more = {"database": database, "memory": memory, "speed": timed}
     write_json(json, asdict(found) | {name: each for name, each in more.items() if each is not None})
@@ -252,29 +254,33 @@ def _models_at_hand(settings: Settings, names: Sequence[str]) -> ModelsAtHand | 
     return ModelsAtHand(target, draft, *unread_pair(target, draft))
 
 
-def _memory(settings: Settings, loaded: ModelsAtHand, free: int) -> dict[str, int]:
-    """What serving these models takes, in bytes, printed as a table. free: bytes of the device's memory."""
+def _memory(settings: Settings, loaded: ModelsAtHand, free: int, gflops: float | None) -> dict[str, Any]:
+    """What serving these models takes, in bytes, printed as a table. free: bytes of the device's memory. gflops: its speed;
+    None: not known."""
     from service.engine.device import cache_limit
     from service.engine.footprint import plan_memory, weight_bytes
     from service.engine.strategy import current
-    from service.learning.loading import training_bytes
+    from service.learning.loading import training_outlook
 
     target, draft, models = loaded.target, loaded.draft, (loaded.target_model, loaded.draft_model)
-    training, needed = settings.training, 0
-    if draft is not None and training.enabled:
-        needed = training_bytes(target, draft, rows=training.batch_size, length=training.max_length)
     weights, engine = weight_bytes(*models), settings.engine
+    left = max(free - weights - cache_limit(), 0)
+    outlook: TrainingOutlook | None = None
+    if draft is not None and settings.training.enabled:
+        # Beside serving: half of what is left, as the server plans it.
+        outlook = training_outlook(target, draft, settings.training, left // 2, tflops=gflops and gflops / 1e3)
+    needed = outlook.peak_bytes if outlook is not None else 0
     plan = plan_memory(
         *models,
-        max(free - weights - cache_limit(), 0),
+        left,
         kv_mb=engine.kv_budget_mb,
         prefix_mb=engine.prefix_cache_mb,
         chunk=engine.prefill_chunk,
         training=needed,
-        rank=training.rank,
+        rank=settings.training.rank,
     )
     budget, row = plan.budget, plan.budget.row
-    memory = {
+    memory: dict[str, Any] = {
         "weights": weights,
         "kv_per_token": row.first,
         "kv": budget.size,
@@ -283,6 +289,7 @@ def _memory(settings: Settings, loaded: ModelsAtHand, free: int) -> dict[str, in
         "prefix": plan.prefix,
         "cache_limit": cache_limit(),
         "training": needed,
+        "training_outlook": None if outlook is None else asdict(outlook),
         "total_free": free,
     }
     windows = [max(most for most, _ in row.windows)] if row.windows else []
@@ -291,6 +298,7 @@ def _memory(settings: Settings, loaded: ModelsAtHand, free: int) -> dict[str, in
         ("weights", _size(memory["weights"])),
         ("prefix cache, at most", _size(min(memory["prefix"], budget.size) if current().paged else memory["prefix"])),
         ("training meanwhile, at most", _size(memory["training"])),
+        *(() if outlook is None else (("how a run trains", _training(outlook)),)),
         ("activations of a prefill, about", _size(plan.activations)),
         ("adapters of the draft, two at most", _size(plan.adapters)),
         ("freed memory held for reuse, at most", _size(memory["cache_limit"])),
@@ -306,6 +314,15 @@ def _memory(settings: Settings, loaded: ModelsAtHand, free: int) -> dict[str, in
     if plan.problem is not None:
         out.print(f"! {plan.problem}", style="red", highlight=False)
     return memory
+
+
+def _training(outlook: TrainingOutlook) -> str:
+    """How a run trains, in words."""
+    if not outlook.fits:
+        return f"does not fit: the smallest run takes {_size(outlook.peak_bytes)}"
+    how = ", gradient checkpointing" if outlook.recompute else ""
+    time = "" if outlook.minutes is None else f", an epoch of a full window in about {max(outlook.minutes, 1):,.0f} min"
+    return f"{outlook.batch} x {outlook.length} tokens at a time{how}{time}"
 
 
 def _size(count: int) -> str:

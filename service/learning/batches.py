@@ -18,9 +18,8 @@ class Batch:
     """B examples padded at the end to one length L, and their N response positions (padded with weight 0).
 
     tokens: (B, L) int32. at: (N,) index into the B x L hidden states that predict. ids, logprobs: (N, top). tail,
-    weight: (N,). count: input tokens, without padding. texts: each text from its first token to the end of its window, and
-    starts: where the windows begin in them. masks: (U, W) uint32, see AnswerMasks, and mask: (N,) which of them holds at a
-    position; None where no answer had to follow a grammar.
+    weight: (N,). examples: what the batch was made of. masks: (U, W) uint32, see AnswerMasks, and mask: (N,) which of them
+    holds at a position; None where no answer had to follow a grammar.
     """
 
     tokens: mx.array
@@ -29,11 +28,38 @@ class Batch:
     logprobs: mx.array
     tail: mx.array
     weight: mx.array
-    count: int
-    texts: tuple[Ints, ...]
-    starts: tuple[int, ...]
+    examples: tuple[Example, ...]
     masks: mx.array | None = None
     mask: mx.array | None = None
+
+    @property
+    def count(self) -> int:
+        """Input tokens, without padding."""
+        return sum(len(example.tokens) for example in self.examples)
+
+    @property
+    def rows(self) -> int:
+        """Number of examples, B."""
+        return len(self.examples)
+
+    @property
+    def loss_weight(self) -> float:
+        """Sum of the weights of all positions."""
+        return float(sum(example.weight.sum() for example in self.examples))
+
+    @property
+    def texts(self) -> list[Ints]:
+        """Each text from its first token to the end of its window."""
+        return [np.concatenate([example.before, example.tokens]) for example in self.examples]
+
+    @property
+    def starts(self) -> list[int]:
+        """Where the windows begin in the texts."""
+        return [len(example.before) for example in self.examples]
+
+    def split(self, rows: int) -> list[Batch]:
+        """The same examples in batches of at most `rows`, each padded to a length of its own."""
+        return [collate(self.examples[start : start + rows]) for start in range(0, self.rows, rows)]
 
 
 def batches(examples: Sequence[Example], size: int, seed: int) -> Iterator[Batch]:
@@ -67,9 +93,7 @@ def collate(examples: Sequence[Example]) -> Batch:
         logprobs=mx.array(np.concatenate([*(e.logprobs for e in examples), even])),
         tail=mx.array(np.concatenate([*(e.tail for e in examples), none])),
         weight=mx.array(np.concatenate([*(e.weight for e in examples), np.zeros(spare, dtype=np.float32)])),
-        count=sum(len(example.tokens) for example in examples),
-        texts=tuple(np.concatenate([example.before, example.tokens]) for example in examples),
-        starts=tuple(len(example.before) for example in examples),
+        examples=tuple(examples),
         masks=masks,
         mask=mask,
     )

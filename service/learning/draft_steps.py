@@ -39,7 +39,9 @@ def states_at_positions(model: nn.Module, parts: Parts, batch: Batch) -> mx.arra
     states = window_states(model, parts, batch, LEARNT_STEPS)
     if len(states) == 1:
         return states[0][batch.at]
-    step = mx.array(_STEP_OF_POSITION)[batch.at % len(_STEP_OF_POSITION)]
+    # By the position in its window: the same whichever texts share the batch.
+    position = batch.at % batch.tokens.shape[1]
+    step = mx.array(_STEP_OF_POSITION)[position % len(_STEP_OF_POSITION)]
     return mx.concatenate(states)[step * len(states[0]) + batch.at]
 
 

@@ -54,6 +54,11 @@ class Dataset:
     skipped: dict[str, int]
     left_out: int = 0
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest example; 0 without any."""
+        return max((len(example.tokens) for example in self.examples), default=0)
+
 
 def build(
     generations: Sequence[Generation],

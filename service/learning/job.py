@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import re
 import sys
 from contextlib import suppress
 from functools import cache, partial
@@ -27,6 +26,7 @@ from service.learning import lora
 from service.learning.channel import Channel
 from service.learning.loading import load_draft, load_grammars, serving_vocabulary, target_width
 from service.learning.masks import answer_masks, usable
+from service.learning.memory_errors import is_out_of_memory
 from service.learning.practice import PracticeJob
 from service.learning.scoring.score import score, scores_message
 from service.learning.spec import ScoreJob, TrainJob, parse
@@ -40,10 +40,6 @@ CACHE_BYTES = 2**30
 """Freed memory MLX may keep for reuse."""
 LEAST_PRIORITY = 19
 """Niceness of practice."""
-_MEMORY = re.compile(
-    r"unable to allocate|attempting to allocate|insufficient memory|out ?of ?memory|bad_alloc", re.IGNORECASE
-)
-"""In the errors of MLX's back ends when an allocation fails: they are plain RuntimeErrors."""
 
 
 def main() -> None:
@@ -125,11 +121,6 @@ def score_adapters(job: ScoreJob, channel: Channel, database: Database) -> None:
         log.info("adapter %s scored", name)
     channel.hold()
     channel.send("scores", {"scores": scores_message(scores), "steps": step_ratios(models)})
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed: Python's, numpy's, or one of MLX."""
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_MEMORY.search(str(error))))
 
 
 def offer_to_oom_killer() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,24 +14,30 @@ from mlx_lm.utils import load_config, load_tokenizer
 from service.core import TrainingFailed, TrainingOutOfMemory
 from service.engine import device
 from service.learning.draft_steps import LEARNT_STEPS
-from service.learning.losses import CHUNK
 from service.learning.spec import JobSpec
 from service.models import eagle, vocabulary
 from service.models.feature_cache import FeatureCache
 from service.models.grammar import Grammars
 from service.models.memory import device_free_bytes, free_bytes
+from service.models.padding import padded
 from service.models.pair import Loaded, load_model
-from service.models.weights import bytes_in_memory
+from service.models.training_memory import (
+    PROCESS,
+    SHORTEST,
+    TrainingPlan,
+    TrainingShape,
+    plan_training,
+    smallest_plan,
+    training_seconds,
+)
+from service.models.weights import bytes_in_memory, stores_float32
+from service.settings import TrainingSettings
 
 MOST_FEATURES = 2 * 2**30
 """Bytes of an EAGLE head's features that a job may hold: 260,000 tokens of a target of 4,096 values in half precision. No more
 than a quarter of what the job leaves free."""
-_BASE = 512 * 2**20
-"""Bytes of the interpreter, MLX and its buffers."""
-_PER_HIDDEN, _PER_INNER, _PER_SCORE, _PER_LOGIT = 16, 6, 3, 5
-"""Arrays stored for the backward pass of one block: as wide as the hidden states, the feed-forward layer, the attention scores;
-and copies of the logits in the loss. Counted for a Llama block."""
-_FLOAT = 4
+FREE_SHARE = 0.9
+"""Of the memory that is free when a run begins it plans with this share: the server and others take more meanwhile."""
 
 
 def serving_vocabulary(job: JobSpec, adapter: Path | None) -> list[int] | None:
@@ -55,8 +61,10 @@ def load_draft(job: JobSpec, target: nn.Module | None = None, *, needed: int = 0
 
 
 def load_target(job: JobSpec) -> Loaded:
-    """The target. Raises TrainingFailed when its files changed or there is no memory for it."""
-    check_memory(_BASE + _weight_bytes(job.target), least_gb=0.0)
+    """The target. Raises TrainingFailed when its files changed, TrainingOutOfMemory when there is no memory for it."""
+    needed, free = PROCESS + _weight_bytes(job.target), device.free_bytes()
+    if needed > free:
+        raise TrainingOutOfMemory(f"the target takes {_gib(needed)} GiB of memory and {_gib(free)} GiB are free")
     target = load_model(job.target)
     if target.fingerprint != job.provenance.target:
         raise TrainingFailed(f"the target in {job.target.name} is not the one that serves: its files changed")
@@ -79,48 +87,70 @@ def shared_width(job: JobSpec) -> int:
     return min(logits_width(job.target), logits_width(job.draft))
 
 
-def training_bytes(target: Path, draft: Path, *, rows: int, length: int, steps: int = LEARNT_STEPS) -> int:
-    """Bytes that training this draft takes at its peak, the models that `load_draft` loads among them. rows, length: of the
-    largest batch, padding included. steps: of a round that a head learns at once."""
+def training_shape(target: Path, draft: Path, *, rank: int, steps: int = LEARNT_STEPS) -> TrainingShape:
+    """What decides what training this draft takes, with all models that `load_draft` loads. steps: of a round that a head
+    learns at once."""
     config = _config(draft)
-    weights = _weight_bytes(draft)
-    if not eagle.is_eagle_config(config):
-        return estimate_training_bytes(config, weights=weights, rows=rows, length=length)
-    weights += _weight_bytes(target)
-    return estimate_training_bytes(config, weights=weights, rows=rows, length=length, steps=steps)
+    head = eagle.is_eagle_config(config)
+    weights = _weight_bytes(draft) + (_weight_bytes(target) if head else 0)
+    return TrainingShape.of(config, weights=weights, value=_value_bytes(draft), rank=rank, steps=steps if head else 1)
 
 
-def estimate_training_bytes(
-    config: Mapping[str, object], *, weights: int, rows: int, length: int, steps: int = 1
-) -> int:
-    """Bytes that a run takes at its peak, estimated. config: the draft's config.json. weights: bytes of all weights in memory.
-    rows, length: of the largest batch, padding included. steps: draft steps that the draft's blocks compute for it."""
-
-    config = {**config, **cast("Mapping[str, object]", config.get("text_config") or {})}
-
-    def size(name: str, default: int) -> int:
-        value = config.get(name)
-        return value if isinstance(value, int) else default
-
-    hidden = size("hidden_size", 1024)
-    layers, heads = size("num_hidden_layers", 12), size("num_attention_heads", 16)
-    inner, width = size("intermediate_size", 4 * hidden), size("vocab_size", 2**17)
-    token = _PER_HIDDEN * hidden + _PER_INNER * inner + _PER_SCORE * heads * length
-    logits = _PER_LOGIT * min(CHUNK, rows * length) * width
-    return _BASE + weights + _FLOAT * (steps * layers * rows * length * token + logits)
+def free_for_training(training: TrainingSettings) -> int:
+    """Bytes that a run may take: FREE_SHARE of what is free on the device, `training.memory_gb` at most."""
+    free = int(FREE_SHARE * device.free_bytes())
+    return min(free, int(training.memory_gb * 2**30)) if training.memory_gb > 0 else free
 
 
-def check_memory(needed: int, *, least_gb: float) -> None:
-    """Raises TrainingOutOfMemory when less than `least_gb` GiB of the device's memory (0: less than `needed` bytes) is free, or
-    when the host has too little for a process."""
-    wanted = int(least_gb * 2**30) if least_gb > 0 else needed
-    free = device.free_bytes()
-    if free < wanted:
+def plan_run(shape: TrainingShape, free: int, *, batch: int, length: int, shortest: int = SHORTEST) -> TrainingPlan:
+    """How a run computes its steps in `free` bytes. Raises TrainingOutOfMemory with what the smallest run would take, and where
+    the host has too little memory for a process."""
+    plan = plan_training(shape, free, batch=batch, length=length, shortest=shortest)
+    if plan is None:
+        least = smallest_plan(shape, batch=batch, length=length, shortest=shortest)
         raise TrainingOutOfMemory(
-            f"training takes {wanted / 2**30:.1f} GiB of memory and {free / 2**30:.1f} GiB are free"
+            f"{_gib(free)} GiB of memory may be used for training, and the smallest run, {least.rows} x {least.length} tokens, "
+            f"takes {_gib(least.peak_bytes)} GiB"
         )
-    if (free := free_bytes()) < min(wanted, _BASE):
-        raise TrainingOutOfMemory(f"{free / 2**30:.1f} GiB of the host's memory are free, too little to train")
+    if (host := free_bytes()) < PROCESS:
+        raise TrainingOutOfMemory(f"{_gib(host)} GiB of the host's memory are free, too little to train")
+    return plan
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingOutlook:
+    """What a run would do in a given memory. batch, length: texts of a micro-batch and their tokens. recompute: whether with
+    gradient checkpointing. peak_bytes: what it takes. minutes: of one epoch over `training.window` texts of that length; None
+    where the device's speed is not known. Where fits is False the figures are of the smallest run."""
+
+    fits: bool
+    batch: int
+    length: int
+    recompute: bool
+    peak_bytes: int
+    minutes: float | None
+
+
+def training_outlook(
+    target: Path, draft: Path, training: TrainingSettings, free: int, *, tflops: float | None = None
+) -> TrainingOutlook:
+    """What a run of this pair would do with `free` bytes. tflops: of the device in large matrix products; None: not known.
+    Raises OSError where a folder cannot be read."""
+    if training.memory_gb > 0:
+        free = min(free, int(training.memory_gb * 2**30))
+    shape = training_shape(target, draft, rank=training.rank)
+    size, length = training.batch_size, padded(training.max_length)
+    found = plan_training(shape, free, batch=size, length=length)
+    plan = found or smallest_plan(shape, batch=size, length=length)
+    minutes = None
+    if tflops is not None:
+        tokens = max(training.window, 1) * plan.length
+        share = training.gpu_share if mx.default_device().type != mx.cpu else 1.0
+        seconds = training_seconds(
+            shape, tokens, rows=plan.rows, length=plan.length, recompute=plan.recompute, tflops=tflops, share=share
+        )
+        minutes = seconds / 60
+    return TrainingOutlook(found is not None, plan.rows, plan.length, plan.recompute, plan.peak_bytes, minutes)
 
 
 def logits_width(folder: Path) -> int:
@@ -138,3 +168,12 @@ def _config(folder: Path) -> dict[str, Any]:
 
 def _weight_bytes(folder: Path) -> int:
     return bytes_in_memory(folder, widen=mx.default_device().type == mx.cpu)
+
+
+def _value_bytes(folder: Path) -> int:
+    """Bytes of an activation: float32 on a CPU, elsewhere as the weights are stored."""
+    return 4 if mx.default_device().type == mx.cpu or stores_float32(folder) else 2
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f}"

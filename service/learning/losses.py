@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.nn.utils import checkpoint
 
 from service.engine.masks import allowed
 from service.learning.batches import Batch
@@ -21,7 +20,7 @@ from service.learning.draft_steps import states_at_positions
 from service.models.heads import split
 
 CHUNK = 512
-"""Positions whose logits exist at once: with a wide vocabulary they are most of a step's memory."""
+"""Positions whose logits exist at once, where memory allows: with a wide vocabulary they take most of a step's memory."""
 _NO_LOGIT = -1e30
 """A logit that adds nothing to any sum; finite, so that a vocabulary inside the top gives no NaN."""
 _NO_LOGPROB = -60.0
@@ -61,31 +60,41 @@ def buckets(logits: mx.array, ids: mx.array) -> mx.array:
 class TargetDivergence:
     """The loss for `train`: the weighted mean of an objective over a batch's response positions, 0 without any.
 
-    Where the model splits into backbone and head, the head runs on response positions alone: it is most of a small draft's
-    work.
+    Where the model splits into backbone and head, the head runs on response positions alone: it is the largest part of a small
+    draft's work. The logits of at most `chunk` positions exist at a time, with their gradient. The head's own parameters get
+    no gradient: adapters leave it frozen.
     """
 
-    def __init__(self, model: nn.Module, objective: Objective = jensen_shannon) -> None:
+    def __init__(self, model: nn.Module, objective: Objective = jensen_shannon, *, chunk: int = CHUNK) -> None:
         self.parts = split(model)
         self.objective = objective
+        self.chunk = chunk
 
     def __call__(self, model: nn.Module, batch: Batch) -> mx.array:
-        """The weighted mean as a scalar, differentiable in the model's trainable parameters."""
+        """The weighted mean as a scalar, differentiable in the trainable parameters of the model's backbone."""
         count = batch.at.shape[0]
         if count == 0:
             return mx.array(0.0)
         states = states_at_positions(model, self.parts, batch)
-        if count <= CHUNK:
-            total = self._total(states, batch, 0, count)
-        else:
-            # checkpoint is given the model because parameters of the head may be trainable.
-            total = mx.array(0.0)
-            for start in range(0, count, CHUNK):
-                stop = min(start + CHUNK, count)
-                chunk = partial(self._total, batch=batch, start=start, stop=stop)
-                recomputed = cast("Callable[[mx.array], mx.array]", checkpoint(model, chunk))
-                total = total + recomputed(states[start:stop])
+        total, gradient = self._total_and_gradient(mx.stop_gradient(states), batch)
+        # Its value is 0, and its gradient in the states the one that was computed with the total.
+        product = (states.astype(mx.float32) * gradient.astype(mx.float32)).sum()
+        total = total + (product - mx.stop_gradient(product))
         return total / mx.maximum(batch.weight.sum(), 1e-6)
+
+    def _total_and_gradient(self, states: mx.array, batch: Batch) -> tuple[mx.array, mx.array]:
+        """The weighted sum over all positions and its gradient in the states (N, hidden). Chunks are computed one after
+        another: a chunk's states depend on the gradient of the one before."""
+        total, gradients = mx.array(0.0), list[mx.array]()
+        for start in range(0, len(states), self.chunk):
+            stop = min(start + self.chunk, len(states))
+            some = states[start:stop]
+            if gradients:
+                (some,) = mx.depends([some], [gradients[-1]])
+            value, gradient = mx.value_and_grad(partial(self._total, batch=batch, start=start, stop=stop))(some)
+            total = total + value
+            gradients.append(gradient)
+        return mx.stop_gradient(total), mx.stop_gradient(mx.concatenate(gradients))
 
     def _total(self, states: mx.array, batch: Batch, start: int, stop: int) -> mx.array:
         positions = slice(start, stop)

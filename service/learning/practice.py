@@ -10,7 +10,7 @@ import logging
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 
@@ -22,10 +22,11 @@ from service.core import Generation, Progress, TrainingFailed
 from service.engine.footprint import row_bytes, weight_bytes
 from service.learning.channel import Channel
 from service.learning.draft_steps import UNROLLED
-from service.learning.loading import load_draft, load_target, target_width, training_bytes
+from service.learning.loading import load_draft, load_target, plan_run, target_width, training_shape
 from service.learning.make.distil import LOGITS_COPIES, Distillation, batches
 from service.learning.make.target_text import ANSWER, FORCED, TargetText, write_text
 from service.learning.practice_text import Kind, Piece, PracticeText, mixed
+from service.learning.recompute import recomputed_blocks
 from service.learning.scoring.score import held_out
 from service.learning.spec import Practice, TrainJob
 from service.learning.texts import as_text
@@ -37,6 +38,7 @@ from service.models.heads import cut, full_head
 from service.models.memory import device_free_bytes
 from service.models.pair import Loaded
 from service.models.shipped import OPENINGS
+from service.models.training_memory import TrainingShape, training_bytes, with_logits
 from service.store.database import Database
 from service.store.log.generations import Generations
 from service.store.log.sampler import Text
@@ -69,10 +71,12 @@ OWN_IDS = 2_048
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Of training. rows: texts of a call. text_seconds: what one of them takes."""
+    """Of training. rows: texts of a call. text_seconds: what one of them takes. recompute: whether blocks recompute their
+    activations."""
 
     rows: int
     text_seconds: float
+    recompute: bool = False
 
 
 class PracticeJob(TrainingJob):
@@ -91,7 +95,6 @@ class PracticeJob(TrainingJob):
         self.stored = PracticeText(job.practice.folder, job.provenance.target)
         self._started = time.perf_counter()
         self._paused = 0.0
-        self._text_bytes = 0
 
     def _learn(self) -> Learnt:
         job = self.job
@@ -106,14 +109,13 @@ class PracticeJob(TrainingJob):
             # The draft learns what it may propose there. Wide logits are most of a training step otherwise.
             cut(target.model, reduced)
             cut(draft.model, reduced)
-        width = target_width(job) if reduced is None else len(reduced)
-        self._text_bytes = text_bytes(job.target, job.draft, width)
         shape = self._wrap(draft.model, job.training.practice_rank)
         loss = Distillation(target.model, dtype, blend=True)
         logged = packed(self.seeds)
         earlier = self._earlier()
         newest = list(islice(earlier, 1))
-        written, calls = self._write(target, draft.model, loss, len(logged.tokens), earlier=bool(newest))
+        width = target_width(job) if reduced is None else len(reduced)
+        written, calls = self._write(target, draft.model, loss, len(logged.tokens), width, earlier=bool(newest))
         # Read only now, and no more than is learnt from: a disk may hold far more.
         learnt = [*written, *islice(chain(newest, earlier), len(written))]
         # An erasure of one of their seeds has to find this adapter too.
@@ -151,11 +153,11 @@ class PracticeJob(TrainingJob):
     # ------------------------------------------------------------------------------------------------------- writing
 
     def _write(
-        self, target: Loaded, draft: nn.Module, loss: Distillation, logged: int, *, earlier: bool
+        self, target: Loaded, draft: nn.Module, loss: Distillation, logged: int, width: int, *, earlier: bool
     ) -> tuple[list[Piece], Calls]:
         """Pieces of both kinds in turn, one of each at least, while there is time to learn from all of them, from the log and
         from as many texts of earlier runs; and the calls of the training that follows. Each is stored at once. logged: texts of
-        the log. earlier: whether there are texts of earlier runs."""
+        the log. width: of the logits that are learnt. earlier: whether there are texts of earlier runs."""
         job = self.job
         rows = writing_rows(target.model, target_width(job), device_free_bytes(), self.practice.minutes)
         openings = {
@@ -179,7 +181,7 @@ class PracticeJob(TrainingJob):
                 self.stored.save(piece, job.fencing, number)
                 pieces.append(piece)
             took = self._elapsed() - started
-            calls = calls or self._calls(draft, pieces[0].text, loss)
+            calls = calls or self._calls(draft, pieces[0].text, loss, width)
             texts = rows * len(pieces)
             # With each text as much of earlier runs is learnt.
             learning = calls.text_seconds * (1 + earlier)
@@ -209,33 +211,42 @@ class PracticeJob(TrainingJob):
         step = calls.rows * accumulate
         steps = max(min(texts // step, int(self._left() / (step * calls.text_seconds))), 1)
         log.info("%d steps of %d calls over %d texts; %d texts there", steps, accumulate, calls.rows, texts)
-        return train(
-            model,
-            islice(batches(text, calls.rows, 1, self.job.run), steps * accumulate),
-            loss_fn=loss,
-            optimiser=Optimiser(
-                LEARNING_RATE, steps, warmup=WARMUP, clip=self.job.training.clip, accumulate=accumulate
-            ),
-            on_progress=self._send_progress,
-            hold=self._hold,
-        )
+        with recomputed_blocks(model, on=calls.recompute):
+            return train(
+                model,
+                islice(batches(text, calls.rows, 1, self.job.run), steps * accumulate),
+                loss_fn=loss,
+                optimiser=Optimiser(
+                    LEARNING_RATE, steps, warmup=WARMUP, clip=self.job.training.clip, accumulate=accumulate
+                ),
+                on_progress=self._send_progress,
+                hold=self._hold,
+            )
 
-    def _calls(self, model: nn.Module, text: TargetText, loss: Distillation) -> Calls:
-        """The calls of a training step: over as many texts as take CALL_SECONDS and have room, up to BATCH."""
+    def _calls(self, model: nn.Module, text: TargetText, loss: Distillation, width: int) -> Calls:
+        """The calls of a training step: over as many texts as take CALL_SECONDS and fit into memory, up to BATCH. width: of the
+        logits. Raises TrainingOutOfMemory where there is no room for one text."""
+        job = self.job
+        shape = learning_shape(job.target, job.draft, width, job.training.practice_rank)
+        # The models are in memory already.
+        shape = replace(shape, process=0, weights=0)
+        plan = plan_run(shape, int(FREE_SHARE * device_free_bytes()), batch=BATCH, length=LENGTH, shortest=LENGTH)
         gradient_of = nn.value_and_grad(model, loss)
-        most = min(BATCH, len(text.tokens), int(FREE_SHARE * device_free_bytes() / self._text_bytes))
-        rows = 1
+        most = min(plan.rows, len(text.tokens))
+        rows, weights = 1, model.trainable_parameters()
         while True:
             seconds = 0.0
             # The first of its shape takes longer.
             for batch in islice(batches(text, rows, 2, 0), 2):
                 self._hold()
                 started = time.perf_counter()
-                mx.eval(gradient_of(model, batch))
+                with recomputed_blocks(model, on=plan.recompute):
+                    mx.eval(gradient_of(model, batch))
+                model.update(weights)
                 seconds = time.perf_counter() - started
             if seconds >= CALL_SECONDS or 2 * rows > most:
                 mx.clear_cache()
-                return Calls(rows, max(seconds, 1e-3) / rows)
+                return Calls(rows, max(seconds, 1e-3) / rows, plan.recompute)
             rows *= 2
 
     def _left(self) -> float:
@@ -289,12 +300,13 @@ def packed(generations: Sequence[Generation]) -> TargetText:
     )
 
 
-def practice_bytes(target: nn.Module, folders: tuple[Path, Path], width: int) -> int:
+def practice_bytes(target: nn.Module, folders: tuple[Path, Path], width: int, rank: int) -> int:
     """Bytes that practice needs to go at a fair speed, a second copy of the target among them. folders: of target and draft.
-    width: of the target's logits."""
+    width: of the target's logits. rank: of the adapter."""
     reduced = vocabulary.read(folders[1])
-    learning = text_bytes(*folders, width if reduced is None else len(reduced))
-    return weight_bytes(target) + max(ROWS_ASIDE * _writing_bytes(target, width), BATCH_ASIDE * learning)
+    shape = learning_shape(*folders, width if reduced is None else len(reduced), rank)
+    learning = training_bytes(replace(shape, weights=0), rows=BATCH_ASIDE, length=LENGTH, recompute=False, chunk=0)
+    return weight_bytes(target) + max(ROWS_ASIDE * _writing_bytes(target, width), learning.total)
 
 
 def writing_rows(target: nn.Module, width: int, free: int, minutes: float) -> int:
@@ -304,10 +316,10 @@ def writing_rows(target: nn.Module, width: int, free: int, minutes: float) -> in
     return max(min(most, int(FREE_SHARE * free / _writing_bytes(target, width))), 1)
 
 
-def text_bytes(target: Path, draft: Path, width: int) -> int:
-    """Of a text in a training step: what the draft's blocks compute, and its logits. width: of these, without OWN_IDS."""
-    one, two = (training_bytes(target, draft, rows=rows, length=LENGTH, steps=UNROLLED) for rows in (1, 2))
-    return two - one + 4 * LOGITS_COPIES * LENGTH * (width + OWN_IDS)
+def learning_shape(target: Path, draft: Path, width: int, rank: int) -> TrainingShape:
+    """What decides what a training step takes. width: of the logits, without OWN_IDS. rank: of the adapter."""
+    shape = training_shape(target, draft, rank=rank, steps=UNROLLED)
+    return with_logits(shape, vocabulary=width + OWN_IDS, copies=LOGITS_COPIES)
 
 
 def _writing_bytes(target: nn.Module, width: int) -> int:

@@ -11,6 +11,7 @@ import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
+from service.engine import device
 from service.engine.masks import allowed
 from service.engine.sampling import fit
 from service.learning.draft_steps import states_by_step
@@ -20,8 +21,10 @@ from service.models import eagle
 from service.models.heads import ids_allowed, split, token_limit
 from service.models.padding import grouped, padded, padded_rows
 
-POSITIONS = 256
-"""Positions whose logits exist at once."""
+POSITIONS, LEAST_POSITIONS = 256, 16
+"""Positions whose logits exist at once, where memory allows, and at least."""
+_LOGITS_COPIES, _LOGITS_SHARE = 6, 0.25
+"""Float32 arrays as wide as the logits that exist while they are restricted and read; of free memory, their share at most."""
 NEVER = 2**31 - 1
 
 Text: TypeAlias = tuple[Sequence[int], Sequence[int]]
@@ -59,6 +62,7 @@ def response_logits(
     """
     masks = [None] * len(texts) if masks is None else masks
     parts, limit = split(model), token_limit(model)
+    at_once = positions_at_once(vocabulary, device.free_bytes())
     for indices in grouped({i: _input_length(text) for i, text in enumerate(texts) if text[1]}):
         between()
         read = _inputs([texts[i] for i in indices], limit)
@@ -71,13 +75,22 @@ def response_logits(
             states = states_by_step(model, parts, mx.array(tokens), steps, features)
             states = [each[group.at] for each in states]
             mx.eval(states)
-            for start in range(0, len(group.positions), POSITIONS):
-                chosen = slice(start, start + POSITIONS)
+            for start in range(0, len(group.positions), at_once):
+                chosen = slice(start, start + at_once)
                 text, position = [i for _, i, _ in group.positions[chosen]], [j for _, _, j in group.positions[chosen]]
                 proposable, legal = group.proposable(chosen), group.legal(chosen, vocabulary)
                 for step, each in enumerate(states):
                     logits = each[chosen] if parts is None else parts[1](each[None, chosen])[0]
                     yield Span(text, position, _restrict(logits, proposable, legal, vocabulary), step)
+
+
+def positions_at_once(vocabulary: int, free: int) -> int:
+    """Positions whose logits exist at once: POSITIONS, or half as many until they take a small share of `free` bytes.
+    vocabulary: width of the logits."""
+    positions = POSITIONS
+    while positions > LEAST_POSITIONS and _LOGITS_SHARE * free < _LOGITS_COPIES * 4 * vocabulary * positions:
+        positions //= 2
+    return positions
 
 
 def _inputs(texts: Sequence[Text], limit: int | None) -> list[Ints]:

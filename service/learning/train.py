@@ -1,16 +1,18 @@
 """The training loop, for a draft with LoRA layers as for a whole model: AdamW with gradient clipping, accumulation, and skipped
 batches where the loss or a gradient is not finite.
 
-Batches and the loss come from outside. Every step is evaluated at once, so that memory stays flat.
+Batches and the loss come from outside. Every micro-batch is evaluated at once, so that memory stays flat.
 """
 
 from __future__ import annotations
 
+import gc
+import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, Self, TypeVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,12 +20,17 @@ from mlx.optimizers import AdamW
 from mlx.utils import tree_map
 
 from service.core import Progress, TrainingFailed
+from service.learning.memory_errors import is_out_of_memory
 from service.learning.ranks import Gradients, Ranks
 from service.models.arrays import named_arrays
 
+log = logging.getLogger(__name__)
+
 MAX_SKIPPED_SHARE = 0.1
 MIN_SKIPPED = 3
-"""A run fails with more than this share of its planned micro-steps without a finite loss and gradient, and at least so many."""
+"""A run fails with more than this share of its planned batches without a finite loss and gradient, and at least so many."""
+_MOST_HALVINGS = 2
+"""How often a run that runs out of memory goes on with half the texts in a micro-batch."""
 _LAST_LOSSES = 8
 """Losses at the end of a run whose mean is reported."""
 _MAX_RATIO, _MARGIN = 1.1, 0.05
@@ -38,6 +45,20 @@ class Minibatch(Protocol):
         """Tokens processed, for the rate."""
         ...
 
+    @property
+    def rows(self) -> int:
+        """Texts in the batch."""
+        ...
+
+    @property
+    def loss_weight(self) -> float:
+        """What the loss is a mean over, as a sum of weights."""
+        ...
+
+    def split(self, rows: int) -> Sequence[Self]:
+        """The same texts in micro-batches of at most `rows` texts."""
+        ...
+
 
 B = TypeVar("B", bound=Minibatch)
 
@@ -47,8 +68,8 @@ class Optimiser:
     """AdamW with linear warm-up, then cosine to 0.
 
     steps: updates planned in all (see `update_count`). warmup: share of them. clip: largest global gradient norm.
-    accumulate: micro-steps averaged into one update. epoch: micro-steps of one epoch, at whose end the remainder is
-    applied (None: only at the end of the run).
+    accumulate: batches averaged into one update, by the weight of their losses. epoch: batches of one epoch, at whose end the
+    remainder is applied (None: only at the end of the run).
     """
 
     learning_rate: float
@@ -69,14 +90,14 @@ class Optimiser:
 
 
 def update_count(epoch: int, epochs: int, accumulate: int) -> int:
-    """Updates of a run of `epochs` epochs of `epoch` micro-steps each, remainders included."""
+    """Updates of a run of `epochs` epochs of `epoch` batches each, remainders included."""
     return epochs * math.ceil(epoch / accumulate)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainReport:
-    """What a run did. steps: updates. skipped: micro-steps with NaN or infinity in loss or gradient. empty: micro-steps with
-    nothing to learn.
+    """What a run did. steps: updates. skipped: batches with NaN or infinity in loss or gradient. empty: batches with nothing to
+    learn.
 
     loss: mean of the last losses. losses: one per update. validations: (updates done, loss), the first before training.
     best_step: updates after which the model had the weights it has now. seconds: without pauses.
@@ -105,38 +126,41 @@ def train(
     validate: Callable[[], float] | None = None,
     validate_every: int = 0,
     ranks: Ranks | None = None,
+    rows: int | None = None,
 ) -> TrainReport:
     """Train the model's trainable parameters in place on `batches`, which are iterated once.
 
-    loss_fn: returns a scalar, 0 for a batch without anything to learn. hold: called before every micro-step, to wait in;
-    returns the seconds that are no part of the run. validate: returns a loss; called before the first update, every
-    `validate_every` updates and at the end. The model gets the weights of its lowest validation loss after the first. ranks:
-    the processes that train together, each with equally many batches, from the same weights.
+    loss_fn: returns the mean over a batch as a scalar, 0 for a batch without anything to learn. hold: called before every
+    micro-batch, to wait in; returns the seconds that are no part of the run. validate: returns a loss; called before the first
+    update, every `validate_every` updates and at the end. The model gets the weights of its lowest validation loss after the
+    first. ranks: the processes that train together, each with equally many batches, from the same weights. rows: texts that
+    are computed at a time; a larger batch is computed in micro-batches, to the same loss and gradient. None: whole batches.
+    Where memory runs out the run goes on with half of that, twice at most.
 
-    Leaves the model in eval mode. Raises TrainingFailed when too many micro-steps are not finite, when the validation loss
-    rose, when no step had anything to learn, or when weights are not finite at the end.
+    Leaves the model in eval mode. Raises TrainingFailed when too many batches are not finite, when the validation loss rose,
+    when no batch had anything to learn, or when weights are not finite at the end.
     """
-    gradient_of = nn.value_and_grad(model, loss_fn)
     run = _Run(model, optimiser, on_progress)
+    micro = _MicroBatches(model, loss_fn, hold, rows)
     validation = _Validation(model, validate)
     model.train()
     try:
         validation.check(run.step)
         for index, batch in enumerate(batches, start=1):
-            run.paused += hold()
-            loss, gradients = gradient_of(model, batch)
+            loss, gradients = micro.gradient(batch)
+            run.paused += micro.take_paused()
             if ranks is not None:
                 loss, gradients = ranks.mean(loss, gradients)
             norm = global_norm(gradients)
             mx.eval(loss, norm, gradients)
             run.tokens += batch.count
-            run.add(number(loss), number(norm), gradients)
+            run.add(number(loss), number(norm), gradients, batch.loss_weight)
             del loss, gradients
-            if run.pending.micro_steps == optimiser.accumulate or (optimiser.epoch and index % optimiser.epoch == 0):
+            if run.pending.batches == optimiser.accumulate or (optimiser.epoch and index % optimiser.epoch == 0):
                 run.update()
                 if validate_every and run.step % validate_every == 0:
                     validation.check(run.step)
-        if run.pending.micro_steps:
+        if run.pending.batches:
             run.update()
         validation.check(run.step)
     finally:
@@ -149,24 +173,92 @@ def train(
 
 
 @dataclass(slots=True)
-class _Pending:
-    """Gradients of the micro-steps since the last update."""
+class _WeightedSum:
+    """Losses and gradients of several batches, each times its weight."""
 
     gradients: Gradients | None = None
-    losses: list[float] = field(default_factory=list[float])
-    micro_steps: int = 0
+    loss: float = 0.0
+    weight: float = 0.0
 
-    def add(self, gradients: Gradients, loss: float) -> None:
-        self.gradients = gradients if self.gradients is None else tree_map(mx.add, self.gradients, gradients)
+    def add(self, gradients: Gradients, loss: float, weight: float) -> None:
+        """Add those of one batch. Evaluates the sum, so that its terms are freed."""
+        scaled: Gradients = tree_map(lambda g: g * weight, gradients)
+        self.gradients = scaled if self.gradients is None else tree_map(mx.add, self.gradients, scaled)
         mx.eval(self.gradients)
-        self.losses.append(loss)
+        self.loss += loss * weight
+        self.weight += weight
 
-    def mean(self) -> tuple[Gradients, float] | None:
-        """Averages over the valid micro-steps; None without any."""
-        if self.gradients is None:
-            return None
-        n = len(self.losses)
-        return tree_map(lambda g: g / n, self.gradients), sum(self.losses) / n
+    def mean(self) -> tuple[Gradients, float]:
+        """Their weighted means; zeros where no batch had any weight. There must be one batch."""
+        assert self.gradients is not None
+        weight = self.weight or 1.0
+        return tree_map(lambda g: g / weight, self.gradients), self.loss / weight
+
+
+@dataclass(slots=True)
+class _Pending:
+    """What the batches since the last update add up to. batches: how many there were, unusable ones included."""
+
+    sum: _WeightedSum = field(default_factory=_WeightedSum)
+    batches: int = 0
+
+
+class _MicroBatches(Generic[B]):
+    """Computes loss and gradient of a batch, `rows` texts at a time; None: all at once."""
+
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[[nn.Module, B], mx.array], hold: Callable[[], float], rows: int | None
+    ) -> None:
+        self.model = model
+        self.hold = hold
+        self.rows = rows
+        self._gradient_of = nn.value_and_grad(model, loss_fn)
+        self._halvings = 0
+        self._paused = 0.0
+
+    def take_paused(self) -> float:
+        """Seconds of pauses since the last call."""
+        paused, self._paused = self._paused, 0.0
+        return paused
+
+    def gradient(self, batch: B) -> tuple[mx.array, Gradients]:
+        """The loss and its gradient, evaluated. Raises what MLX raises where memory runs out for one text, and after
+        _MOST_HALVINGS."""
+        while True:
+            try:
+                return self._gradient(batch)
+            except (RuntimeError, MemoryError) as error:
+                rows = min(self.rows or batch.rows, batch.rows)
+                if not is_out_of_memory(error) or rows < 2 or self._halvings == _MOST_HALVINGS:
+                    raise
+                log.warning("memory ran out with %d texts at a time; going on with %d", rows, rows // 2)
+                self.rows = rows // 2
+                self._halvings += 1
+            # Outside the handler: the error's traceback holds the arrays of what failed.
+            gc.collect()
+            mx.clear_cache()
+
+    def _gradient(self, batch: B) -> tuple[mx.array, Gradients]:
+        if self.rows is None or batch.rows <= self.rows:
+            return self._of(batch)
+        total = _WeightedSum()
+        for part in batch.split(self.rows):
+            loss, gradients = self._of(part)
+            # A part with nothing to learn adds nothing.
+            total.add(gradients, number(loss), part.loss_weight)
+        mean, loss = total.mean()
+        return mx.array(loss), mean
+
+    def _of(self, batch: B) -> tuple[mx.array, Gradients]:
+        self._paused += self.hold()
+        weights = self.model.trainable_parameters()
+        try:
+            loss, gradients = self._gradient_of(self.model, batch)
+            mx.eval(loss, gradients)
+        finally:
+            # Blocks that recompute their activations are left with arrays of the graph.
+            self.model.update(weights)
+        return loss, gradients
 
 
 class _Run:
@@ -189,9 +281,9 @@ class _Run:
     def seconds(self) -> float:
         return time.perf_counter() - self.started - self.paused
 
-    def add(self, loss: float, norm: float, gradients: Gradients) -> None:
-        """Add one micro-step to the next update, or count it as unusable. Raises TrainingFailed when too many were."""
-        self.pending.micro_steps += 1
+    def add(self, loss: float, norm: float, gradients: Gradients, weight: float) -> None:
+        """Add one batch to the next update, or count it as unusable. Raises TrainingFailed when too many were."""
+        self.pending.batches += 1
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self.skipped += 1
             planned = self.settings.steps * self.settings.accumulate
@@ -203,15 +295,14 @@ class _Run:
             # A batch whose mask is empty has no gradient at all; averaging it in would only shrink the others'.
             self.empty += 1
         else:
-            self.pending.add(gradients, loss)
+            self.pending.sum.add(gradients, loss, weight)
 
     def update(self) -> None:
         """Apply the mean of the pending gradients, and report progress."""
-        mean = self.pending.mean()
-        self.pending = _Pending()
+        total, self.pending = self.pending.sum, _Pending()
         loss = None
-        if mean is not None:
-            gradients, loss = mean
+        if total.gradients is not None:
+            gradients, loss = total.mean()
             norm = global_norm(gradients)
             scale = mx.minimum(self.settings.clip / mx.maximum(norm, 1e-12), 1.0)
             self.optimiser.learning_rate = self.settings.rate(self.step)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from service.core import Generation, Progress, Score, TrainingFailed
@@ -20,17 +21,19 @@ from service.learning.channel import Channel
 from service.learning.examples import Dataset, Example, build
 from service.learning.general_set import GeneralSet
 from service.learning.loading import (
-    check_memory,
+    free_for_training,
     load_draft,
     load_grammars,
     load_target,
+    plan_run,
     serving_vocabulary,
     shared_width,
     target_width,
-    training_bytes,
+    training_shape,
 )
 from service.learning.losses import TargetDivergence
 from service.learning.masks import answer_masks, usable
+from service.learning.recompute import recomputed_blocks
 from service.learning.scoring.score import held_out, score, scores_message
 from service.learning.scoring.simulate import simulate_rounds
 from service.learning.spec import TrainJob
@@ -40,6 +43,7 @@ from service.learning.train import Optimiser, TrainReport, number, train, update
 from service.models import eagle, vocabulary
 from service.models.padding import padded
 from service.models.pair import Loaded
+from service.models.training_memory import TrainingPlan
 from service.settings import TrainingSettings
 from service.store.artifacts import folder_name, publish
 from service.store.database import Database
@@ -88,14 +92,15 @@ class TrainingJob:
         self._score(learnt.draft, learnt.vocabulary)
 
     def _learn(self) -> Learnt:
-        data, tokens = self._data()
-        draft = load_draft(self.job, needed=self._check_memory(data))
+        data, plan, tokens = self._data()
+        draft = load_draft(self.job, needed=plan.peak_bytes)
         shape = self._wrap(draft.model, self.job.training.rank)
         reduced = self._reduced_vocabulary(draft, tokens)
         report = fit_adapter(
             draft.model,
             data.examples,
             self.job.training,
+            plan,
             seed=self.job.run,
             on_progress=self._send_progress,
             hold=self.channel.hold,
@@ -174,13 +179,15 @@ class TrainingJob:
         )
         return [one.generation for one in simulated]
 
-    def _data(self) -> tuple[Dataset, list[tuple[int, ...]]]:
-        """The examples, and the tokens of each text, prompt included. The texts themselves, with the target's distributions,
-        are not held while the draft is trained."""
+    def _data(self) -> tuple[Dataset, TrainingPlan, list[tuple[int, ...]]]:
+        """The examples, how they are trained on, and the tokens of each text, prompt included. The texts themselves, with the
+        target's distributions, are not held while the draft is trained. Raises TrainingFailed."""
         texts = self._choose_texts()
-        return self._dataset(texts), [(*text.prompt.tokens, *text.output) for text in texts]
+        data, plan = self._dataset(texts)
+        return data, plan, [(*text.prompt.tokens, *text.output) for text in texts]
 
-    def _dataset(self, texts: Sequence[Generation]) -> Dataset:
+    def _dataset(self, texts: Sequence[Generation]) -> tuple[Dataset, TrainingPlan]:
+        """Examples of a length that fits into memory, and the plan by which they do."""
         job = self.job
         masks = answer_masks(texts, self.grammars)
         complete = with_targets(
@@ -190,35 +197,46 @@ class TrainingJob:
             masks=masks,
             between=self.channel.hold,
         )
-        data = build(
-            complete,
-            max_length=job.training.max_length,
-            reject_weight=job.training.reject_weight,
-            vocabulary=shared_width(job),
-            masks=masks,
-            seed=job.run,
-        )
-        log.info("%d examples; skipped %s, windows left out %d", len(data.examples), data.skipped, data.left_out)
+        # The target that computed missing distributions is gone: its memory is free.
+        mx.clear_cache()
+
+        def examples(max_length: int) -> Dataset:
+            return build(
+                complete,
+                max_length=max_length,
+                reject_weight=job.training.reject_weight,
+                vocabulary=shared_width(job),
+                masks=masks,
+                seed=job.run,
+            )
+
+        data = examples(job.training.max_length)
         if not data.examples:
             raise TrainingFailed(f"no example to learn from: {data.skipped or 'the run claimed nothing'}")
-        return data
+        plan = self._plan(data)
+        if plan.length < data.longest:
+            data = examples(plan.length)
+        log.info("%d examples; skipped %s, windows left out %d", len(data.examples), data.skipped, data.left_out)
+        return data, plan
 
-    def _check_memory(self, data: Dataset) -> int:
-        """Bytes that training takes. Raises TrainingFailed where there are fewer."""
+    def _plan(self, data: Dataset) -> TrainingPlan:
+        """How the run computes its steps in the memory that is free. Raises TrainingOutOfMemory."""
         job = self.job
-        length = padded(max(len(example.tokens) for example in data.examples))
-        rows = min(job.training.batch_size, len(data.examples))
-        needed = training_bytes(job.target, job.draft, rows=rows, length=length)
-        check_memory(needed, least_gb=job.training.memory_gb)
-        return needed
+        shape = training_shape(job.target, job.draft, rank=self._rank(job.training.rank))
+        free = free_for_training(job.training)
+        plan = plan_run(shape, free, batch=job.training.batch_size, length=padded(data.longest))
+        log.info("steps of %s; they take %.1f GiB of %.1f", plan, plan.peak_bytes / 2**30, free / 2**30)
+        return plan
+
+    def _rank(self, rank: int) -> int:
+        """This rank, or the parent's where that is higher."""
+        job = self.job
+        return rank if job.parent is None else max(rank, lora.read(job.parent, job.provenance.draft)[0].rank)
 
     def _wrap(self, model: nn.Module, rank: int) -> lora.Shape:
         """Add LoRA of this rank, or of the parent's where that is higher."""
         job = self.job
-        if job.parent is not None:
-            parent, _ = lora.read(job.parent, job.provenance.draft)
-            rank = max(rank, parent.rank)
-        shape = lora.wrap(model, rank=rank, scale=job.training.scale, seed=job.run)
+        shape = lora.wrap(model, rank=self._rank(rank), scale=job.training.scale, seed=job.run)
         if job.parent is not None:
             lora.warm_start(model, shape, job.parent, job.provenance.draft)
         return shape
@@ -306,42 +324,45 @@ def fit_adapter(
     model: nn.Module,
     examples: Sequence[Example],
     training: TrainingSettings,
+    plan: TrainingPlan,
     *,
     seed: int,
     on_progress: Callable[[Progress], None],
     hold: Callable[[], float],
 ) -> TrainReport:
-    """Train a wrapped model in place by the run's settings. hold: called before every batch, of training and of validation, to
-    wait in; returns the seconds that are no part of the run. Raises TrainingFailed."""
-    loss = TargetDivergence(model)
+    """Train a wrapped model in place by the run's settings. plan: how its steps are computed. hold: called before every
+    micro-batch, of training and of validation, to wait in; returns the seconds that are no part of the run. Raises
+    TrainingFailed."""
+    loss = TargetDivergence(model, chunk=plan.chunk)
     learnt, validation = _set_aside(examples)
     per_epoch = -(-len(learnt) // training.batch_size)
 
     def validate() -> float:
         total, weight = 0.0, 0.0
-        for batch in batches(validation, training.batch_size, seed):
+        for batch in batches(validation, plan.rows, seed):
             hold()
-            batch_weight = number(batch.weight.sum())
-            total, weight = total + number(loss(model, batch)) * batch_weight, weight + batch_weight
+            total, weight = total + number(loss(model, batch)) * batch.loss_weight, weight + batch.loss_weight
         return total / weight if weight else 0.0
 
-    return train(
-        model,
-        (batch for epoch in range(training.epochs) for batch in batches(learnt, training.batch_size, seed + epoch)),
-        loss_fn=loss,
-        optimiser=Optimiser(
-            learning_rate=training.learning_rate,
-            steps=update_count(per_epoch, training.epochs, training.accumulate),
-            warmup=training.warmup,
-            clip=training.clip,
-            accumulate=training.accumulate,
-            epoch=per_epoch,
-        ),
-        on_progress=on_progress,
-        hold=hold,
-        validate=validate,
-        validate_every=update_count(per_epoch, 1, training.accumulate),
-    )
+    with recomputed_blocks(model, on=plan.recompute):
+        return train(
+            model,
+            (batch for epoch in range(training.epochs) for batch in batches(learnt, training.batch_size, seed + epoch)),
+            loss_fn=loss,
+            optimiser=Optimiser(
+                learning_rate=training.learning_rate,
+                steps=update_count(per_epoch, training.epochs, training.accumulate),
+                warmup=training.warmup,
+                clip=training.clip,
+                accumulate=training.accumulate,
+                epoch=per_epoch,
+            ),
+            on_progress=on_progress,
+            hold=hold,
+            validate=validate,
+            validate_every=update_count(per_epoch, 1, training.accumulate),
+            rows=plan.rows,
+        )
 
 
 def _set_aside(examples: Sequence[Example]) -> tuple[list[Example], list[Example]]:

@@ -147,6 +147,11 @@ def test_doctor_says_what_models_at_hand_take(drafting: bool, tmp_path: Path, re
     assert memory["kv_per_token"] == layers * 8 * width
     assert memory["prefix"] == 3 * 2**20 and 0 < memory["total_free"] < psutil.virtual_memory().total
     assert (memory["training"] > 2**28) == drafting
+    outlook = memory["training_outlook"]
+    assert (outlook is not None) == drafting
+    if drafting:
+        assert outlook["fits"] and outlook["peak_bytes"] == memory["training"] and outlook["minutes"] > 0
+        assert shown["how a run trains"].startswith(f"{outlook['batch']} x {outlook['length']} tokens at a time")
     assert memory["cache_limit"] == device.cache_limit() and memory["activations"] > 0
     # Every matrix of the draft's blocks, for the adapter that drafts and for the next one.
     arrays = [each for block in layers_of(models[1].model) for _, each in named_arrays(block)] if drafting else []

@@ -296,7 +296,7 @@ def test_nothing_promoted_is_a_failure_with_its_reason(
 ) -> None:
     """A run with too little memory fails, and there is no time for another."""
     monkeypatch.setattr(demo_plan, "QUICK", Goal(replace(TINY, limit_seconds=4.0), 600.0))
-    shown.config.write_text(shown.config.read_text() + "memory_gb = 1e6\n")
+    shown.config.write_text(shown.config.read_text() + "memory_gb = 1e-3\n")
     assert shown.run(monkeypatch) == 1
     captured = capsys.readouterr().err
     assert "redraft: no adapter was promoted in 4 s of traffic: " in captured

@@ -15,6 +15,7 @@ from service.learning.examples import unpack
 from service.learning.scoring.acceptance import acceptance, overlap
 from service.learning.scoring.expected import calls_by_length, expected_accepted, expected_calls, expected_positions
 from service.learning.scoring.score import predictable_rounds
+from service.learning.teacher_forcing import positions_at_once
 from tests.support.logged_texts import VOCABULARY, generation, random_texts, served, with_targets
 from tests.support.oracle import noisy_copy, tiny_llama
 from tests.support.typed import as_int
@@ -193,6 +194,12 @@ def test_many_texts_and_long_ones_are_walked_in_pieces(monkeypatch: pytest.Monke
     assert len(calls) > 5
     for one, other in zip(whole, pieces, strict=True):
         assert np.array_equal(one.rates, other.rates)
+
+
+def test_fewer_logits_exist_at_once_where_memory_is_short() -> None:
+    found = [positions_at_once(150_000, int(gib * 2**30)) for gib in (64, 2, 1, 0.1, 0)]
+    assert found == [256, 128, 64, 16, 16]
+    assert positions_at_once(VOCABULARY, 2**24) == 256
 
 
 def test_a_draft_that_is_not_finite_is_never_accepted() -> None:

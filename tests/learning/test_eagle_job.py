@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 
 from service.core import AdapterRef, AdapterState, TrainingFailed
-from service.learning import loading, lora
+from service.learning import lora
 from service.learning.export import export_adapter, export_fused
-from service.learning.loading import load_draft, training_bytes
+from service.learning.loading import load_draft, training_shape
 from service.learning.scoring.score import score
 from service.learning.scoring.simulate import simulate_rounds
 from service.learning.spec import parse
 from service.models.fingerprint import folder_sha256
 from service.models.pair import load_pair, mlx_lm_runs
+from service.models.training_memory import TrainingBytes, training_bytes
 from service.models.weights import bytes_in_memory
 from service.store.log.generations import Generations
 from tests.support.eagle_models import plain_llama
@@ -76,15 +77,17 @@ def test_every_kind_of_job_loads_the_target(home: Home, logged_pair: LoggedPair,
 
 def test_memory_counts_the_target_and_every_step(home: Home, logged_pair: LoggedPair) -> None:
     job = parse(json.dumps(home.spec()))
-    both = sum(bytes_in_memory(folder, widen=True) for folder in (logged_pair.target, logged_pair.draft))
-    config = json.loads((logged_pair.draft / "config.json").read_text())
-    steps = loading.estimate_training_bytes(config, weights=both, rows=4, length=64, steps=3)
-    assert training_bytes(job.target, job.draft, rows=4, length=64) == steps
-    config = json.loads((logged_pair.target / "config.json").read_text())
-    alone = bytes_in_memory(logged_pair.target, widen=True)
-    assert training_bytes(job.target, logged_pair.target, rows=4, length=64) == loading.estimate_training_bytes(
-        config, weights=alone, rows=4, length=64
-    )
+    target, draft = (bytes_in_memory(folder, widen=True) for folder in (logged_pair.target, logged_pair.draft))
+
+    def planned(folder: Path, steps: int = 3) -> TrainingBytes:
+        shape = training_shape(job.target, folder, rank=8, steps=steps)
+        return training_bytes(shape, rows=4, length=64, recompute=False, chunk=512)
+
+    assert planned(logged_pair.draft).weights == target + draft
+    one, two, three = (planned(logged_pair.draft, steps).stored for steps in (1, 2, 3))
+    assert one < two < three and abs((three - two) - (two - one)) <= 2
+    alone = planned(logged_pair.target)
+    assert alone.weights == target and alone == planned(logged_pair.target, 1), "no head: one step"
 
 
 def test_an_adapter_is_exported_and_folded_in(logged_pair: LoggedPair, tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Training jobs with a real database and models on disk, in a process of their own where it matters."""
 
+import io
 import json
+import logging
 import os
 import sys
 import time
@@ -9,15 +11,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import psutil
 import pytest
 from mlx_lm.tuner.utils import load_adapters
 
 from service.core import AcceptRule, RunState, Score, TrainingFailed
-from service.learning.channel import ORPHANED
+from service.learning import training_job
+from service.learning.batches import Batch
+from service.learning.channel import ORPHANED, Channel
 from service.learning.general_set import GeneralSet
-from service.learning.job import is_out_of_memory
+from service.learning.loading import training_shape
+from service.learning.losses import TargetDivergence
+from service.learning.memory_errors import is_out_of_memory
 from service.learning.scoring.score import score
 from service.learning.scoring.simulate import simulate_rounds
 from service.learning.spec import TrainJob, parse
@@ -26,6 +33,7 @@ from service.models import vocabulary
 from service.models.fingerprint import folder_sha256
 from service.models.heads import cut
 from service.models.pair import load_model
+from service.models.training_memory import TrainingPlan, TrainingShape, plan_training, training_bytes
 from service.store.log.generations import TRAIN, Generations, split_of
 from service.store.log.training_texts import TrainingTexts
 from tests.support.databases import BY_NIGHT
@@ -278,8 +286,8 @@ def test_a_run_that_was_cancelled_meanwhile_is_not_published(home: Home) -> None
     ("changes", "reason"),
     [
         ({"fencing": 0}, "fencing token changed"),
-        ({"training": TRAINING | {"memory_gb": 1e6}}, "GiB are free"),
-        ({"training": TRAINING | {"memory_gb": 1e6}, "own_texts_only": True}, "GiB are free"),
+        ({"training": TRAINING | {"memory_gb": 1e-3}}, "GiB of memory may be used"),
+        ({"training": TRAINING | {"memory_gb": 1e-3}, "own_texts_only": True}, "GiB of memory may be used"),
         ({"parent": "/nowhere", "parent_id": 3}, "cannot be read"),
     ],
 )
@@ -306,6 +314,74 @@ def test_allocations_that_fail_are_told_from_other_errors() -> None:
         assert is_out_of_memory(RuntimeError(text))
     assert not is_out_of_memory(RuntimeError("[matmul] Last dimension of first input must match"))
     assert not is_out_of_memory(ValueError("out of memory"))
+
+
+def peaks(home: Home) -> Callable[..., int]:
+    """Planned bytes of a run of the logged pair with longer texts than the tests' own."""
+    shape = training_shape(home.logged_pair.target, home.logged_pair.draft, rank=8)
+
+    def peak(rows: int, length: int = 64, *, recompute: bool = False, chunk: int = 512) -> int:
+        return training_bytes(shape, rows=rows, length=length, recompute=recompute, chunk=chunk).total
+
+    return peak
+
+
+@pytest.mark.parametrize(
+    ("rows", "recompute", "words"), [(2, False, "4 x 2 texts"), (8, True, "1 x 8 texts of 64 tokens with gradient")]
+)
+def test_a_run_with_little_memory_computes_smaller_pieces_and_publishes(
+    home: Home,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    rows: int,
+    recompute: bool,
+    words: str,
+) -> None:
+    """As the setting limits it."""
+    if recompute:
+        # A tiny model's stored activations are nothing beside its logits.
+        monkeypatch.setattr("service.learning.loading.plan_training", first_that_recomputes)
+    calls: list[int] = []
+    positions = training_job.TargetDivergence.__call__
+
+    def noting(loss: TargetDivergence, model: nn.Module, batch: Batch) -> mx.array:
+        calls.append(batch.rows)
+        return positions(loss, model, batch)
+
+    monkeypatch.setattr(training_job.TargetDivergence, "__call__", noting)
+    peak = peaks(home)
+    limit = peak(8) if recompute else (peak(rows, chunk=32) + peak(2 * rows, recompute=True, chunk=32)) // 2
+    spec = home.spec(training={"epochs": 2, "memory_gb": limit / 2**30})
+    with caplog.at_level(logging.INFO):
+        messages = perform(spec)
+    assert messages[-1]["type"] == "done", messages[-1]
+    assert of_type(messages, "candidate") and home.published()
+    assert max(calls) == rows
+    assert f"steps of {words}" in caplog.text
+    progress = of_type(messages, "progress")
+    assert progress[-1]["loss"] < progress[0]["loss"]
+
+
+def first_that_recomputes(shape: TrainingShape, free: int, **wanted: int) -> TrainingPlan | None:
+    plan = plan_training(shape, free, **wanted)
+    return plan and replace(plan, recompute=True)
+
+
+def test_texts_are_shortened_before_a_run_is_refused(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = parse(json.dumps(home.spec(training={"max_length": 96})))
+    assert isinstance(job, TrainJob)
+    run = training_job.TrainingJob(job, Channel(0, io.StringIO()), home.database)
+    lengths: list[int] = []
+
+    def shorter(shape: TrainingShape, free: int, *, batch: int, length: int) -> TrainingPlan:
+        lengths.append(length)
+        return TrainingPlan(1, batch, 32, False, 32, 0)
+
+    monkeypatch.setattr(training_job, "plan_run", shorter)
+    data, plan, texts = run._data()  # pyright: ignore[reportPrivateUsage]
+    assert lengths == [64] and plan.length == 32
+    assert 16 < data.longest <= 32
+    assert len(data.examples) > len(texts), "one text becomes several windows"
 
 
 def test_an_invalid_job_is_refused_by_name(home: Home) -> None:

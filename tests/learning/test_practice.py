@@ -21,6 +21,7 @@ from service.learning.practice_text import Kind, Piece, PracticeText
 from service.learning.spec import TrainJob, parse
 from service.learning.texts import as_text
 from service.learning.train import Optimiser
+from service.models.training_memory import training_bytes
 from service.store import tables
 from service.store.log.generations import TRAIN, Generations, split_of
 from service.store.log.run_texts import Role
@@ -262,12 +263,12 @@ def test_rows_follow_the_memory_that_is_free(logged_pair: LoggedPair) -> None:
     assert practice.writing_rows(target, 100, 0, 60.0) == 1
     few = practice.writing_rows(target, 100, 200_000, 60.0)
     assert 1 < few < practice.MOST_ROWS_CPU
-    narrow, wide = (practice.text_bytes(logged_pair.target, logged_pair.draft, width) for width in (100, 200))
     # Training is over the draft's reduced vocabulary.
     folders = (logged_pair.target, logged_pair.draft)
     least = practice.weight_bytes(target)
-    by_width = [practice.practice_bytes(target, folders, width) - least for width in (97, 10_000_000)]
-    learning = practice.BATCH_ASIDE * practice.text_bytes(*folders, len(REDUCED))
+    narrow, whole = (practice.practice_bytes(target, folders, width, 12) - least for width in (97, 10_000_000))
+    shape = replace(practice.learning_shape(*folders, len(REDUCED), 12), weights=0)
+    assert shape.vocabulary == len(REDUCED) + practice.OWN_IDS
+    learning = training_bytes(shape, rows=practice.BATCH_ASIDE, length=practice.LENGTH, recompute=False, chunk=0)
     writing = practice.ROWS_ASIDE * practice._writing_bytes(target, 10_000_000)  # pyright: ignore[reportPrivateUsage]
-    assert by_width == [learning, writing]
-    assert wide - narrow == narrow - practice.text_bytes(logged_pair.target, logged_pair.draft, 0) > 0
+    assert [narrow, whole] == [learning.total, writing]

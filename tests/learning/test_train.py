@@ -36,6 +36,18 @@ class Points:
     def count(self) -> int:
         return self.x.shape[0]
 
+    @property
+    def rows(self) -> int:
+        return self.count
+
+    @property
+    def loss_weight(self) -> float:
+        return float(self.count)
+
+    def split(self, rows: int) -> list["Points"]:
+        parts = range(0, self.rows, rows)
+        return [Points(self.x[at : at + rows], self.y[at : at + rows], self.scale) for at in parts]
+
 
 def squared(model: nn.Module, points: Points) -> mx.array:
     if not points.x.size:
@@ -381,3 +393,86 @@ def test_memory_stays_flat() -> None:
     assert growth(lambda: None) < 8 * 2**20
     # The measure itself: a planted leak of half a megabyte a step does not pass.
     assert growth(leak) > 8 * 2**20
+
+
+def out_of_memory_above(rows: int, seen: list[int]) -> Callable[[nn.Module, Points], mx.array]:
+    """The loss of a device that has room for so many rows. seen: the rows of each call."""
+
+    def loss(model: nn.Module, points: Points) -> mx.array:
+        seen.append(points.rows)
+        if points.rows > rows:
+            raise RuntimeError("[metal::malloc] Attempting to allocate 9 bytes which is greater than the maximum")
+        return squared(model, points)
+
+    return loss
+
+
+@pytest.mark.parametrize(("room", "tried"), [(8, [8, 8]), (4, [8, 4, 4, 4, 4]), (2, [8, 4, *[2] * 8])])
+def test_a_run_out_of_memory_goes_on_with_smaller_micro_batches(room: int, tried: list[int]) -> None:
+    data, seen = [points(1, rows=8), points(2, rows=8)], list[int]()
+    one, other = line(), line()
+    expected = fit(one, data)
+    report = train(
+        other,
+        data,
+        loss_fn=out_of_memory_above(room, seen),
+        optimiser=Optimiser(learning_rate=0.05, steps=2, warmup=0.0),
+    )
+    assert seen == tried
+    assert report.losses == pytest.approx(expected.losses) and report.skipped == 0
+    assert same(one, other)
+
+
+@pytest.mark.parametrize(("rows", "tried"), [(8, [8, 4, 2]), (2, [2, 1]), (1, [1])])
+def test_memory_that_does_not_do_for_less_either_ends_the_run(rows: int, tried: list[int]) -> None:
+    seen: list[int] = []
+    with pytest.raises(RuntimeError, match="malloc"):
+        train(
+            line(),
+            [points(1, rows=rows)],
+            loss_fn=out_of_memory_above(0, seen),
+            optimiser=Optimiser(learning_rate=0.05, steps=1),
+        )
+    assert seen == tried
+
+
+def test_another_error_is_not_tried_again() -> None:
+    seen: list[int] = []
+
+    def broken(model: nn.Module, points: Points) -> mx.array:
+        seen.append(points.rows)
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        train(line(), [points(1)], loss_fn=broken, optimiser=Optimiser(learning_rate=0.05, steps=1))
+    assert seen == [4]
+
+
+def test_batches_of_unlike_weight_count_by_it() -> None:
+    data = [points(1, rows=2), points(2, rows=6)]
+    one, other = line(), line()
+    fit(one, [together(*data)], steps=1, clip=1e9)
+    report = fit(other, data, accumulate=2, steps=1, clip=1e9)
+    assert same(one, other)
+    model = line()
+    _, gradients = nn.value_and_grad(model, squared)(model, together(*data))
+    assert report.grad_norm == pytest.approx(number(global_norm(gradients)), rel=1e-5)
+
+
+def test_every_micro_batch_can_be_paused_and_one_with_nan_spoils_its_batch_alone() -> None:
+    held: list[float] = []
+
+    def hold() -> float:
+        held.append(0.0)
+        return 0.0
+
+    spoilt = together(points(1, rows=2), Points(mx.full((2, 3), float("nan")), mx.zeros((2, 1))))
+    report = train(
+        line(),
+        [spoilt, points(2), points(3)],
+        loss_fn=squared,
+        optimiser=Optimiser(learning_rate=0.05, steps=99),
+        hold=hold,
+        rows=2,
+    )
+    assert len(held) == 6 and report.skipped == 1 and len(report.losses) == 2

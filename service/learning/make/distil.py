@@ -50,6 +50,21 @@ class TextBatch:
         """Token positions processed."""
         return self.tokens.size
 
+    @property
+    def rows(self) -> int:
+        """Number of texts, B."""
+        return len(self.tokens)
+
+    @property
+    def loss_weight(self) -> float:
+        """Number of written positions."""
+        return float(np.array(self.written).sum())
+
+    def split(self, rows: int) -> list[TextBatch]:
+        """The same texts in batches of at most `rows`."""
+        starts = range(0, self.rows, rows)
+        return [TextBatch(self.tokens[at : at + rows], self.written[at : at + rows]) for at in starts]
+
 
 def batches(text: TargetText, rows: int, epochs: int, seed: int) -> Iterator[TextBatch]:
     """Shuffled batches of `rows` texts; texts left over at the end of an epoch go into the next one's first batch."""

@@ -14,18 +14,19 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
 
-from service.core import ModelError, TrainingFailed
+from service.core import ModelError, TrainingOutOfMemory
 from service.engine import device
 from service.learning.draft_steps import UNROLLED
 from service.learning.export import save_model_folder
 from service.learning.general_set import GeneralSet
-from service.learning.loading import estimate_training_bytes, logits_width
+from service.learning.loading import logits_width
 from service.learning.make.distil import LOGITS_COPIES, Distillation, batch_count, batches, freeze_shared
 from service.learning.make.eagle_head import init_eagle_head
 from service.learning.make.prune import DEFAULT_LAYERS, prune
 from service.learning.make.target_text import ANSWER, TargetText, first_exchanges, write_text
 from service.learning.practice_text import PracticeText, mixed
 from service.learning.ranks import Ranks
+from service.learning.recompute import recomputed_blocks
 from service.learning.train import Optimiser, TrainReport, train
 from service.models import eagle, vocabulary
 from service.models.arrays import named_arrays
@@ -33,6 +34,7 @@ from service.models.draft_choice import write_made_for
 from service.models.heads import cut
 from service.models.pair import Loaded, load_model
 from service.models.shipped import GENERAL, OPENINGS, extract
+from service.models.training_memory import TrainingPlan, TrainingShape, plan_training, smallest_plan, with_logits
 
 Report = Callable[[str, int, int, str], None]
 """(stage, done, of, note)"""
@@ -120,25 +122,24 @@ def make_draft(
     target.model.set_dtype(dtype)
     # Both casts are done: what is free then is free for training.
     mx.eval(target.model.parameters(), draft.parameters())
-    _parts(draft, scratch, recipe, recipe.length)
+    _plan(draft, scratch, recipe, recipe.length)
     eagle.bind(draft, target.model)
 
     started = time.perf_counter()
     text = training_text(target, recipe, text_file, ranks, report)
     written_at = time.perf_counter()
     loss = Distillation(target.model, dtype, blend=recipe.blend)
-    parts = max(ranks.gather(_parts(draft, scratch, recipe, text.tokens.shape[1])))
-    rows = max(recipe.batch // parts, 1)
-    steps = min(ranks.gather(batch_count(text, rows, recipe.epochs) // parts))
+    plan = _plan(draft, scratch, recipe, text.tokens.shape[1])
+    steps = min(ranks.gather(batch_count(text, recipe.batch, recipe.epochs)))
     tokens = sum(ranks.gather(text.tokens.size))
     if not ranks.first:
         shutil.rmtree(scratch)
-        _distil(draft, text, recipe, rows, steps, parts, loss, ranks, report)
+        _distil(draft, text, recipe, plan, steps, loss, ranks, report)
         return None
     answers = _write(target, recipe, rows=recipe.held_out + recipe.general, seed=recipe.seed, greedy=1.0)
     held_out = answers.first(recipe.held_out)
     before, _ = loss.agreement(draft, held_out)
-    trained = _distil(draft, text, recipe, rows, steps, parts, loss, ranks, report)
+    trained = _distil(draft, text, recipe, plan, steps, loss, ranks, report)
     after, compared = loss.agreement(draft, held_out)
 
     weights = {name: array.astype(stored_dtypes[name]) for name, array in named_arrays(draft.parameters())}
@@ -244,27 +245,26 @@ def _prepare_training(draft: nn.Module) -> dict[str, mx.Dtype]:
     return dtypes
 
 
-def _parts(draft: nn.Module, folder: Path, recipe: Recipe, length: int) -> int:
-    """Parts in which a batch of texts of this length is computed, one after another: as few as the memory that the models
-    leave does for. folder: of the draft's config.json. Raises TrainingFailed where it does not do for one text."""
+def _plan(draft: nn.Module, folder: Path, recipe: Recipe, length: int) -> TrainingPlan:
+    """How a batch of texts of this length is computed in the memory that the models leave. folder: of the draft's config.json.
+    Raises TrainingOutOfMemory where there is no room for one text."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    width, steps = logits_width(folder), UNROLLED if isinstance(draft, eagle.Model) else 1
+    steps = UNROLLED if isinstance(draft, eagle.Model) else 1
     # Gradients, their sum and both moments of AdamW; and all weights as the loss casts them.
     own = 4 * sum(array.nbytes for _, array in named_arrays(draft.trainable_parameters()))
     own += sum(array.size * mx.float32.size for _, array in named_arrays(draft.parameters()))
-
-    def needed(rows: int) -> int:
-        logits = LOGITS_COPIES * rows * length * width * mx.float32.size
-        return logits + estimate_training_bytes(config, weights=own, rows=rows, length=length, steps=steps)
-
+    value = {"float32": mx.float32, "bfloat16": mx.bfloat16}[recipe.dtype].size
+    shape = TrainingShape.of(config, weights=own, value=value, rank=0, steps=steps)
+    shape = with_logits(shape, vocabulary=logits_width(folder), copies=LOGITS_COPIES)
     free = device.free_bytes()
-    fitting = (n for n in range(1, recipe.batch + 1) if recipe.batch % n == 0 and needed(recipe.batch // n) <= free)
-    if (parts := next(fitting, None)) is None:
-        raise TrainingFailed(
-            f"distilling takes {needed(1) / 2**30:.1f} GiB of memory besides the models for one text of {length} tokens, "
-            f"and {free / 2**30:.1f} GiB are free: a smaller --length takes less"
+    plan = plan_training(shape, free, batch=recipe.batch, length=length, shortest=length)
+    if plan is None:
+        least = smallest_plan(shape, batch=recipe.batch, length=length, shortest=length)
+        raise TrainingOutOfMemory(
+            f"distilling takes {least.peak_bytes / 2**30:.1f} GiB of memory besides the models for one text of "
+            f"{length} tokens, and {free / 2**30:.1f} GiB are free: a smaller --length takes less"
         )
-    return parts
+    return plan
 
 
 def _write(target: Loaded, recipe: Recipe, *, rows: int, seed: int, greedy: float) -> TargetText:
@@ -283,24 +283,23 @@ def _distil(
     draft: nn.Module,
     text: TargetText,
     recipe: Recipe,
-    rows: int,
+    plan: TrainingPlan,
     steps: int,
-    parts: int,
     loss: Distillation,
     ranks: Ranks,
     report: Report,
 ) -> TrainReport:
-    """Train with `steps` batches, which every process has, in so many parts of `rows` texts each."""
-    return train(
-        draft,
-        islice(batches(text, rows, recipe.epochs, recipe.seed), steps * parts),
-        loss_fn=loss,
-        optimiser=Optimiser(
-            learning_rate=recipe.learning_rate, steps=steps, warmup=0.02, weight_decay=0.01, accumulate=parts
-        ),
-        on_progress=lambda p: report("distilling", p.step, p.steps, f"loss {p.loss or 0.0:.3f}"),
-        ranks=ranks,
-    )
+    """Train with `steps` batches, which every process has, each computed as its own plan says."""
+    with recomputed_blocks(draft, on=plan.recompute):
+        return train(
+            draft,
+            islice(batches(text, recipe.batch, recipe.epochs, recipe.seed), steps),
+            loss_fn=loss,
+            optimiser=Optimiser(learning_rate=recipe.learning_rate, steps=steps, warmup=0.02, weight_decay=0.01),
+            on_progress=lambda p: report("distilling", p.step, p.steps, f"loss {p.loss or 0.0:.3f}"),
+            ranks=ranks,
+            rows=plan.rows,
+        )
 
 
 def _write_vocabulary(

@@ -1,0 +1,232 @@
+"""What training a draft takes: memory, and by what batch, text length and recomputation it fits into the memory that is free;
+arithmetic, and so time.
+
+Everything here follows from config.json and the size of the weights. The factors were fitted to measured peaks
+(docs/measurements.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import cast
+
+PROCESS = 512 * 2**20
+"""Bytes of the interpreter, its libraries and MLX's buffers."""
+CHUNKS = (512, 256, 128, 64, 32)
+"""How many positions' logits may exist at once, best first."""
+SHORTEST = 256
+"""Tokens of a text below which a run does not shorten texts to fit."""
+LOGITS_COPIES = 4
+"""Float32 arrays as wide as the logits that the loss holds for each position of a chunk, gradients among them; one more, in
+the model's precision, where that is not float32."""
+EFFICIENCY = 0.5
+"""Share of a device's speed in large matrix products that a training step reaches. An assumption, for machines on which no run
+has been measured."""
+UNROLLED_SECONDS = 2.5e-4
+"""Seconds that a recurrent block takes for one position of all rows, forward and backward: training computes its state one
+position after another, in some sixty small operations. An assumption."""
+_FLOAT = 4
+_ADAPTER_COPIES = 7
+"""The adapter's weights, those of the best validation so far, AdamW's two moments, the gradients of a micro-batch, their sum,
+and updated weights."""
+_BACKWARD = 1.25
+"""What the backward pass of one block needs at a time, as a multiple of the activations that a block stores."""
+_RECOMPUTED = 1.9
+"""Blocks whose activations exist at a time where they are recomputed, besides what the backward pass of one needs."""
+_BLOCK_INPUTS = 1.5
+"""Arrays as wide as the hidden states that are stored for each block whose activations are recomputed."""
+_STATES, _RECOMPUTED_STATES = 3.3, 1.8
+"""Copies of a recurrent state that a block stores for each token; blocks whose copies exist at a time where they are
+recomputed."""
+_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingShape:
+    """A draft as far as its training costs memory and time.
+
+    process: bytes of the process without models. weights: bytes of all weights, the target's included where it is loaded too.
+    Both are 0 where they are in memory already. hidden, inner, queries, keys: widths
+    of hidden states, of the feed-forward layer (of the experts that a token goes through together), of queries, of keys. heads:
+    of the attention. vocabulary: width of the logits. value: bytes of an activation. rank: of the adapter; 0: there is none.
+    steps: draft steps that the blocks compute for each token. recurrent: blocks with a recurrent state of `state` values each.
+    copies: of the logits. chunked: whether the loss computes the logits of a chunk of positions at a time.
+    """
+
+    weights: int
+    hidden: int
+    inner: int
+    queries: int
+    keys: int
+    heads: int
+    blocks: int
+    vocabulary: int
+    value: int
+    rank: int
+    steps: int = 1
+    recurrent: int = 0
+    state: int = 0
+    copies: int = LOGITS_COPIES
+    chunked: bool = True
+    process: int = PROCESS
+
+    @classmethod
+    def of(cls, config: Mapping[str, object], *, weights: int, value: int, rank: int, steps: int = 1) -> TrainingShape:
+        """From a draft's config.json; sizes that it does not name are guessed."""
+        text = {**config, **cast("Mapping[str, object]", config.get("text_config") or {})}
+
+        def size(name: str, default: int) -> int:
+            found = text.get(name)
+            return found if isinstance(found, int) else default
+
+        hidden, heads = size("hidden_size", 1024), size("num_attention_heads", 16)
+        head = size("head_dim", max(hidden // max(heads, 1), 1))
+        inner, blocks = size("intermediate_size", 4 * hidden), size("num_hidden_layers", 12)
+        if (expert := size("moe_intermediate_size", 0)) > 0:
+            chosen = next((size(name, 1) for name in _EXPERTS if name in text), 1)
+            inner = chosen * expert + size("shared_expert_intermediate_size", 0)
+        heads_of_state = size("linear_num_value_heads", 0)
+        state = heads_of_state * size("linear_key_head_dim", 0) * size("linear_value_head_dim", 0)
+        return cls(
+            weights=weights,
+            hidden=hidden,
+            inner=inner,
+            queries=heads * head,
+            keys=size("num_key_value_heads", heads) * head,
+            heads=heads,
+            blocks=blocks,
+            vocabulary=size("vocab_size", 2**17),
+            value=value,
+            rank=rank,
+            steps=steps,
+            recurrent=blocks - blocks // size("full_attention_interval", 4) if state else 0,
+            state=state,
+        )
+
+    @property
+    def block_parameters(self) -> int:
+        """Weights of one block that a token is multiplied with."""
+        return self.hidden * (2 * self.queries + 2 * self.keys + 3 * self.inner)
+
+    def block_bytes(self, tokens: int, length: int) -> int:
+        """Bytes of the activations of one block that its backward pass needs, for `tokens` tokens in texts of `length`."""
+        values = 4 * self.hidden + 3.5 * self.queries + 3 * self.keys + 5 * self.inner
+        scores = (1.125 * self.heads + 2.25) * length
+        token = self.value * (values + scores)
+        if self.value < _FLOAT and self.rank:
+            # The adapter's matrices are float32: so is a copy of the input of most matrices that they are beside.
+            token += _FLOAT * (5 * self.hidden + self.queries + 0.5 * self.inner)
+        token += _FLOAT * 7 * self.rank
+        return int(tokens * token)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingBytes:
+    """Peak memory of a training step by what takes it, in bytes. process: the interpreter and its libraries. adapter: its
+    weights, gradients and optimiser state. stored: activations that wait for the backward pass. working: what is computed
+    while all of them wait: the logits of a chunk, or the backward pass of the last block, of which one is over before the other
+    begins."""
+
+    process: int
+    weights: int
+    adapter: int
+    stored: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        """The peak."""
+        return self.process + self.weights + self.adapter + self.stored + self.working
+
+
+def training_bytes(shape: TrainingShape, *, rows: int, length: int, recompute: bool, chunk: int) -> TrainingBytes:
+    """What a step takes at its peak. rows: texts of a micro-batch. length: tokens of the longest, padding included. recompute:
+    whether blocks compute their activations anew for the backward pass (gradient checkpointing). chunk: positions whose logits
+    exist at once."""
+    tokens = rows * length * shape.steps
+    block = shape.block_bytes(tokens, length)
+    state = int(_STATES * _FLOAT * shape.state * tokens)
+    if recompute:
+        stored = shape.blocks * _BLOCK_INPUTS * shape.value * shape.hidden * tokens
+        backward = (_RECOMPUTED + _BACKWARD) * block + _RECOMPUTED_STATES * state
+    else:
+        stored = shape.blocks * block + shape.recurrent * state
+        backward = _BACKWARD * block
+    positions = min(chunk, rows * length) if shape.chunked else rows * length
+    copies = shape.copies * _FLOAT + (shape.value if shape.value < _FLOAT else 0)
+    # With the hidden states at all positions, their gradient, and the same in float32.
+    logits = positions * copies * shape.vocabulary + 2 * (_FLOAT + shape.value) * shape.hidden * rows * length
+    each = shape.rank * (7 * shape.hidden + 2 * shape.queries + 2 * shape.keys + 3 * shape.inner)
+    return TrainingBytes(
+        process=shape.process,
+        weights=shape.weights,
+        adapter=_ADAPTER_COPIES * _FLOAT * shape.blocks * each,
+        stored=int(stored),
+        working=int(max(backward, logits)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPlan:
+    """How a run computes its steps. rows: texts of a micro-batch; micro_batches: of a step, whose gradients are summed. length:
+    tokens of a text at most. recompute, chunk: see `training_bytes`. peak_bytes: what that takes."""
+
+    rows: int
+    micro_batches: int
+    length: int
+    recompute: bool
+    chunk: int
+    peak_bytes: int
+
+    def __str__(self) -> str:
+        how = " with gradient checkpointing" if self.recompute else ""
+        return f"{self.micro_batches} x {self.rows} texts of {self.length} tokens{how}"
+
+
+def plan_training(
+    shape: TrainingShape, free: int, *, batch: int, length: int, shortest: int = SHORTEST
+) -> TrainingPlan | None:
+    """The first plan that fits into `free` bytes: texts of `length` tokens before shorter ones; stored activations before
+    recomputed ones; large micro-batches before small ones, which make the same step of `batch` texts; then the logits of many
+    positions at once before those of few. Texts are not made shorter than `shortest` tokens. None: nothing fits."""
+    return next((plan for plan in _plans(shape, batch, length, shortest) if plan.peak_bytes <= free), None)
+
+
+def smallest_plan(shape: TrainingShape, *, batch: int, length: int, shortest: int = SHORTEST) -> TrainingPlan:
+    """The plan that takes least of those that `plan_training` chooses from."""
+    return min(_plans(shape, batch, length, shortest), key=lambda plan: plan.peak_bytes)
+
+
+def _plans(shape: TrainingShape, batch: int, length: int, shortest: int) -> Iterator[TrainingPlan]:
+    """Best first."""
+    while True:
+        # A block that is computed once has nothing to recompute, and an unrolled one is not called as a block.
+        for recompute in (False, True) if shape.blocks > 1 and shape.steps == 1 else (False,):
+            for micro_batches in (n for n in range(1, batch + 1) if batch % n == 0):
+                rows = batch // micro_batches
+                for chunk in CHUNKS if shape.chunked else CHUNKS[:1]:
+                    taken = training_bytes(shape, rows=rows, length=length, recompute=recompute, chunk=chunk).total
+                    yield TrainingPlan(rows, micro_batches, length, recompute, chunk, taken)
+        if length <= shortest:
+            return
+        length = max(length // 2, shortest)
+
+
+def training_seconds(
+    shape: TrainingShape, tokens: int, *, rows: int, length: int, recompute: bool, tflops: float, share: float = 1.0
+) -> float:
+    """How long it takes to train on so many tokens. rows, length: of a micro-batch. tflops: of the device, in large matrix
+    products at the draft's precision, of which a step reaches EFFICIENCY. share: of the time in which a run works."""
+    # Frozen weights have no gradient: the backward pass costs as much as the forward pass.
+    passes = 3 if recompute else 2
+    block = 2 * shape.block_parameters + 4 * length * shape.queries
+    head = 2 * 2 * shape.hidden * shape.vocabulary
+    flops = tokens * (passes * shape.steps * shape.blocks * block + head)
+    unrolled = tokens / rows * shape.recurrent * UNROLLED_SECONDS
+    return (flops / (tflops * 1e12 * EFFICIENCY) + unrolled) / share
+
+
+def with_logits(shape: TrainingShape, *, vocabulary: int, copies: int) -> TrainingShape:
+    """The same draft under a loss that holds the logits of all positions at once."""
+    return replace(shape, vocabulary=vocabulary, copies=copies, chunked=False)
