@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from threading import Lock
@@ -12,14 +11,14 @@ from typing import Any, cast
 from jinja2 import TemplateError
 from mlx_lm.generate import make_text_state_machine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from tokenizers import pre_tokenizers
-from transformers import PreTrainedTokenizerBase
+from tokenizers.models import BPE
+from transformers import AddedToken, PreTrainedTokenizerBase
 
 from service.core import BadRequest, Constraint, Grammar, GrammarKind
 from service.models.answer import AnswerReader
 from service.models.calls import FORMATS, CallFormat, Markers, forced_calls, free_calls
 from service.models.grammar import Grammars
-from service.models.tokens import steps, token_table
+from service.models.tokens import part_steps, token_table
 
 LOSSLESS_STEPS = {"ByteLevel", "Digits", "Metaspace", "NFC", "Prepend", "Replace", "Split"}
 """Normalizers and pre-tokenizers (types of the tokenizers library) that drop no text. NFC may shorten it."""
@@ -38,25 +37,24 @@ def bytes_per_token(tokenizer: TokenizerWrapper) -> int | None:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
-    parts: dict[str, Any] = json.loads(backend.to_str())
-    model, added = parts["model"], parts["added_tokens"]
-    found = [*steps(parts["normalizer"]), *steps(parts["pre_tokenizer"])]
+    model, table = backend.model, token_table(tokenizer)
+    found = [step for part in (backend.normalizer, backend.pre_tokenizer) for step in part_steps(part)]
     kinds = {step["type"] for step in found}
-    if model["type"] != "BPE" or not kinds <= LOSSLESS_STEPS or any(_drops(step) for step in found):
+    if not isinstance(model, BPE) or not kinds <= LOSSLESS_STEPS or any(_drops(step) for step in found):
         return None
-    if any(token["lstrip"] or token["rstrip"] for token in added):
+    added = cast("Mapping[int, AddedToken]", tokenizer.added_tokens_decoder).values()
+    if any(token.lstrip or token.rstrip for token in added):
         return None
-    vocabulary: dict[str, int] = model["vocab"]
+    pieces = set(table.bytes)
+    if not all(bytes([byte]) in pieces for byte in range(256)):
+        return None
     if "ByteLevel" in kinds:
-        # Byte-level BPE writes each byte as one character.
-        complete = vocabulary.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
-        longest = max(len(token) for token in vocabulary)
+        longest = max(map(len, pieces))
+    elif model.byte_fallback:
+        # As written: a text may hold U+2581 itself, which takes more bytes than the space that it stands for.
+        longest = max(len(piece.encode("utf-8", "replace")) for piece in tokenizer.get_vocab())
     else:
-        complete = model["byte_fallback"] and vocabulary.keys() >= {f"<0x{byte:02X}>" for byte in range(256)}
-        longest = max(len(token.encode("utf-8", "replace")) for token in vocabulary)
-    if not complete:
         return None
-    longest = max([longest, *(len(token["content"].encode()) for token in added)])
     return longest * NFC_SHRINKS if "NFC" in kinds else longest
 
 
