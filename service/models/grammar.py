@@ -6,7 +6,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from enum import Enum
@@ -65,64 +65,6 @@ def compiled_text(grammar: Grammar) -> str:
                 return grammar_from("lark", grammar.source)
     except ValueError as error:
         raise BadRequest(f"it cannot be compiled: {error}", field=grammar.field) from error
-
-
-def marker(text: str, table: TokenTable) -> list[str]:
-    """A marker as Lark takes it: its special tokens by id, the text between them as strings.
-
-    Ids and not names, since a name that Lark takes has to look like `<name>`: Mistral's `[TOOL_CALLS]` does not.
-    """
-    names = "|".join(re.escape(name) for name in sorted(table.special, key=len, reverse=True))
-    parts = re.split(f"({names})", text) if names else [text]
-    return [f"<[{table.special[part]}]>" if part in table.special else json.dumps(part) for part in parts if part]
-
-
-def hermes_grammar(
-    tools: Sequence[Mapping[str, Any]],
-    start: Sequence[str],
-    end: Sequence[str],
-    *,
-    several: bool,
-    otherwise: Grammar | None = None,
-) -> str:
-    """Lark of one call or several in the format of mlx-lm's json_tools: a JSON object of name and arguments between markers; or
-    of JSON under the schema of `otherwise`. start, end: the markers (`marker`). Raises BadRequest for another format."""
-    rules = [f"call: {' '.join(start)} body", *_call_bodies(tools, end)]
-    calls = 'call ("\\n" call)*' if several else "call"
-    if otherwise is None:
-        return "\n".join([f"start: {calls}", *rules])
-    if otherwise.kind is not GrammarKind.JSON_SCHEMA:
-        raise BadRequest("tools go with JSON alone: set tool_choice to none", field=otherwise.field)
-    schema = {**json.loads(otherwise.source), "x-guidance": JSON_STYLE}
-    return "\n".join([f"start: {calls} | answer", *rules, f"answer: %json {json.dumps(schema)}"])
-
-
-def free_hermes_grammar(
-    tools: Sequence[Mapping[str, Any]], name: str, start: Sequence[str], end: Sequence[str], strict: Collection[str]
-) -> str:
-    """Lark of any text with such calls in it. name: the text of the marker before a call. strict: names of tools whose
-    arguments are valid; those of others are objects."""
-    bound = [
-        tool if tool["function"]["name"] in strict else {"function": {"name": tool["function"]["name"]}}
-        for tool in tools
-    ]
-    # What reads the answer finds the marker in its text, so a call also begins where ordinary tokens spell the marker out. The
-    # lazy rule ends the text as soon as the marker is complete. A special token is no text: TEXT ends before it.
-    spelled = json.dumps(name)
-    opened = ["spelled"] if list(start) == [spelled] else ["spelled", f"TEXT {' '.join(start)}"]
-    rules = [f"call: ({' | '.join(opened)}) body", f"spelled[lazy]: TEXT {spelled}"]
-    return "\n".join(["start: call* TEXT", "TEXT: /(.|\\n)*/", *rules, *_call_bodies(bound, end)])
-
-
-def _call_bodies(tools: Sequence[Mapping[str, Any]], end: Sequence[str]) -> list[str]:
-    """Rules for what stands behind a call's marker. Each schema is a document of its own, whose references hold."""
-    rules = [f'body: "\\n" ({" | ".join(f"call_{i}" for i in range(len(tools)))}) "\\n" {" ".join(end)}']
-    for i, tool in enumerate(tools):
-        function = tool["function"]
-        schema = {**(function.get("parameters") or {"type": "object"}), "x-guidance": JSON_STYLE}
-        before = json.dumps(f'{{"name": {json.dumps(function["name"])}, "arguments": ')
-        rules += [f'call_{i}: {before} arguments_{i} "}}"', f"arguments_{i}: %json {json.dumps(schema)}"]
-    return rules
 
 
 class Grammars:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from threading import Lock
@@ -12,14 +11,14 @@ from typing import Any, cast
 from jinja2 import TemplateError
 from mlx_lm.generate import make_text_state_machine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.tool_parsers import json_tools
-from tokenizers import pre_tokenizers
-from transformers import PreTrainedTokenizerBase
+from tokenizers.models import BPE
+from transformers import AddedToken, PreTrainedTokenizerBase
 
 from service.core import BadRequest, Constraint, Grammar, GrammarKind
 from service.models.answer import AnswerReader
-from service.models.grammar import Grammars, free_hermes_grammar, hermes_grammar, marker
-from service.models.tokens import steps, token_table
+from service.models.calls import FORMATS, CallFormat, Markers, forced_calls, free_calls
+from service.models.grammar import Grammars
+from service.models.tokens import part_steps, token_table
 
 LOSSLESS_STEPS = {"ByteLevel", "Digits", "Metaspace", "NFC", "Prepend", "Replace", "Split"}
 """Normalizers and pre-tokenizers (types of the tokenizers library) that drop no text. NFC may shorten it."""
@@ -38,25 +37,24 @@ def bytes_per_token(tokenizer: TokenizerWrapper) -> int | None:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
-    parts: dict[str, Any] = json.loads(backend.to_str())
-    model, added = parts["model"], parts["added_tokens"]
-    found = [*steps(parts["normalizer"]), *steps(parts["pre_tokenizer"])]
+    model, table = backend.model, token_table(tokenizer)
+    found = [step for part in (backend.normalizer, backend.pre_tokenizer) for step in part_steps(part)]
     kinds = {step["type"] for step in found}
-    if model["type"] != "BPE" or not kinds <= LOSSLESS_STEPS or any(_drops(step) for step in found):
+    if not isinstance(model, BPE) or not kinds <= LOSSLESS_STEPS or any(_drops(step) for step in found):
         return None
-    if any(token["lstrip"] or token["rstrip"] for token in added):
+    added = cast("Mapping[int, AddedToken]", tokenizer.added_tokens_decoder).values()
+    if any(token.lstrip or token.rstrip for token in added):
         return None
-    vocabulary: dict[str, int] = model["vocab"]
+    pieces = set(table.bytes)
+    if not all(bytes([byte]) in pieces for byte in range(256)):
+        return None
     if "ByteLevel" in kinds:
-        # Byte-level BPE writes each byte as one character.
-        complete = vocabulary.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
-        longest = max(len(token) for token in vocabulary)
+        longest = max(map(len, pieces))
+    elif model.byte_fallback:
+        # As written: a text may hold U+2581 itself, which takes more bytes than the space that it stands for.
+        longest = max(len(piece.encode("utf-8", "replace")) for piece in tokenizer.get_vocab())
     else:
-        complete = model["byte_fallback"] and vocabulary.keys() >= {f"<0x{byte:02X}>" for byte in range(256)}
-        longest = max(len(token.encode("utf-8", "replace")) for token in vocabulary)
-    if not complete:
         return None
-    longest = max([longest, *(len(token["content"].encode()) for token in added)])
     return longest * NFC_SHRINKS if "NFC" in kinds else longest
 
 
@@ -162,7 +160,10 @@ class TextEncoder:
         tokenizer = self._tokenizer
         state = "reasoning" if self._reasoning(options) is Reasoning.OPEN else "normal"
         start = tokenizer.tool_call_start or ""
-        machine, parser = (self._states, tokenizer.tool_parser) if tools else (self._states_without_tools, None)
+        machine, parser = self._states_without_tools, None
+        if tools:
+            known = FORMATS.get(tokenizer.tool_parser)
+            machine, parser = self._states, tokenizer.tool_parser if known is None else known.parse
         return AnswerReader(machine.make_state(tokenizer.response_initial_state or state), parser, tools, start)
 
     def constraint(self, grammar: Grammar, options: Mapping[str, object] | None) -> Constraint:
@@ -180,22 +181,21 @@ class TextEncoder:
         self, tools: Sequence[Mapping[str, object]], *, several: bool, otherwise: Grammar | None = None
     ) -> Grammar:
         """See core.Encoder."""
-        text = hermes_grammar(tools, *self._markers(), several=several, otherwise=otherwise)
+        text = forced_calls(*self._call_format(), tools, several=several, otherwise=otherwise)
         return Grammar(GrammarKind.LARK, text, "tools")
 
     def free_call_grammar(self, tools: Sequence[Mapping[str, object]], strict: Collection[str]) -> Grammar:
         """See core.Encoder."""
-        start, end = self._markers()
-        text = free_hermes_grammar(tools, self._tokenizer.tool_call_start or "", start, end, strict)
+        text = free_calls(*self._call_format(), tools, strict)
         return Grammar(GrammarKind.LARK, text, "tools")
 
     @property
     def binds_calls(self) -> bool:
         """See core.Encoder."""
-        return self._tokenizer.has_tool_calling and self._tokenizer.tool_parser is json_tools.parse_tool_call
+        return self._tokenizer.has_tool_calling and self._tokenizer.tool_parser in FORMATS
 
-    def _markers(self) -> tuple[list[str], list[str]]:
-        """The markers before and behind a call, as Lark takes them."""
+    def _call_format(self) -> tuple[CallFormat, Markers]:
+        """How the model writes calls. Raises BadRequest where that has no grammar."""
         tokenizer = self._tokenizer
         if not tokenizer.has_tool_calling:
             raise BadRequest("this model was not trained to call tools: its chat template has none", field="tools")
@@ -204,7 +204,7 @@ class TextEncoder:
         start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
         assert start is not None
         assert end is not None
-        return marker(start, self._table), marker(end, self._table)
+        return FORMATS[tokenizer.tool_parser], Markers.of(start, end, self._table)
 
     def _reasoning(self, options: Mapping[str, object]) -> Reasoning:
         """What the chat template says of reasoning where the assistant's turn begins."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -14,6 +15,9 @@ from mlx_lm.tokenizer_utils import (
     StreamingDetokenizer,
     TokenizerWrapper,
 )
+from tokenizers.decoders import Decoder
+from tokenizers.normalizers import Normalizer
+from tokenizers.pre_tokenizers import PreTokenizer
 from transformers import AddedToken
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -32,14 +36,14 @@ class TokenTable:
 
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
         vocabulary = cast("Mapping[str, int]", tokenizer.get_vocab())
-        added = frozenset(cast("Mapping[str, int]", tokenizer.get_added_vocab()).values())
-        letters: dict[str, int] = {}
-        if is_byte_level(tokenizer):
-            letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
+        added = cast("Mapping[str, int]", tokenizer.get_added_vocab())
         self.bytes: list[bytes] = [b""] * (max(vocabulary.values(), default=-1) + 1)
         """By id, as many as the largest id plus one."""
-        for piece, id in vocabulary.items():
-            self.bytes[id] = piece.encode() if id in added else _bytes(piece, letters)
+        convert = _byte_level_bytes if is_byte_level(tokenizer) else _sentence_piece_bytes
+        for id, text in zip(vocabulary.values(), convert(vocabulary) if vocabulary else (), strict=True):
+            self.bytes[id] = text
+        for name, id in added.items():
+            self.bytes[id] = name.encode()
         decoder = cast("Mapping[int, AddedToken]", tokenizer.added_tokens_decoder)
         markers = {tokenizer.tool_call_start, tokenizer.tool_call_end, tokenizer.think_start, tokenizer.think_end}
         self.special: dict[str, int] = {
@@ -77,21 +81,61 @@ def steps(step: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
         yield from steps(part)
 
 
+def part_steps(part: Normalizer | PreTokenizer | Decoder | None) -> Iterator[dict[str, Any]]:
+    """The same of such a part of a tokenizer, without the vocabulary, which takes long to write as JSON."""
+    return steps(json.loads(part.__getstate__()) if part is not None else None)
+
+
 def is_byte_level(tokenizer: TokenizerWrapper) -> bool:
     """Whether the vocabulary writes each byte as one letter, as GPT-2's does."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return False
-    parts: dict[str, Any] = json.loads(backend.to_str())
-    return any(step["type"] == "ByteLevel" for name in ("pre_tokenizer", "decoder") for step in steps(parts[name]))
+    parts = (backend.pre_tokenizer, backend.decoder)
+    return any(step["type"] == "ByteLevel" for part in parts for step in part_steps(part))
 
 
-def _bytes(piece: str, letters: Mapping[str, int]) -> bytes:
-    if BYTE_FALLBACK.fullmatch(piece):
-        return bytes([int(piece[3:5], 16)])
-    if all(letter in letters for letter in piece):
-        return bytes(letters[letter] for letter in piece)
-    return piece.replace("\u2581", " ").encode()
+# All pieces are converted as one text: 150,000 texts of their own would take several times as long.
+
+
+def _byte_level_bytes(pieces: Collection[str]) -> list[bytes]:
+    """What each piece stands for where letters stand for bytes. A piece with other letters stands for its UTF-8."""
+    joined, separator = _joined(pieces)
+    letters = _Letters(
+        {ord(letter): chr(byte) for byte, letter in bytes_to_unicode().items()} | {ord(separator): separator}
+    )
+    texts = joined.translate(letters).split(separator)
+    return [
+        piece.encode() if _OTHER in text else text.encode("latin-1") for piece, text in zip(pieces, texts, strict=True)
+    ]
+
+
+class _Letters(dict[int, str]):
+    def __missing__(self, letter: int) -> str:
+        return _OTHER
+
+
+_OTHER = "\u0100"
+"""A letter that no byte is."""
+
+
+def _sentence_piece_bytes(pieces: Collection[str]) -> list[bytes]:
+    """What each piece stands for where U+2581 stands for a space and `<0x0A>` for a byte."""
+    joined, separator = _joined(pieces)
+    texts = joined.replace("\u2581", " ").encode().split(separator.encode())
+    return [
+        bytes([int(piece[3:5], 16)]) if piece.startswith("<0x") and BYTE_FALLBACK.fullmatch(piece) else text
+        for piece, text in zip(pieces, texts, strict=True)
+    ]
+
+
+def _joined(pieces: Collection[str]) -> tuple[str, str]:
+    """All pieces as one text, and the character between them, which is in none."""
+    for separator in map(chr, range(sys.maxunicode, 0, -1)):
+        joined = separator.join(pieces)
+        if joined.count(separator) == len(pieces) - 1:
+            return joined, separator
+    raise ValueError("a vocabulary has all characters of Unicode")
 
 
 class TableDetokenizer:

@@ -15,7 +15,8 @@ from mlx_lm.utils import load_tokenizer
 
 from service.core import BadRequest, Grammar, GrammarKind, LibraryPanic
 from service.models import grammar as grammar_module
-from service.models.grammar import MAX_CHARS, Grammars, TokenConstraint, free_hermes_grammar, hermes_grammar, marker
+from service.models.calls import JsonCalls, Markers, forced_calls, free_calls
+from service.models.grammar import MAX_CHARS, Grammars, TokenConstraint
 from service.models.text import TextEncoder
 from service.models.tokens import token_table
 from tests.support.panicking import panic, panicking_tokenizer
@@ -318,14 +319,15 @@ def test_forced_calls_follow_schemas_with_references(encoder: TextEncoder, gramm
     tools = [{"function": {"name": "order", "parameters": order}}, {"function": {"name": "now"}}]
     first = '<call>\n{"name": "order", "arguments": {"item": {"n": 3}}}\n</call>'
     second = '<call>\n{"name": "now", "arguments": {}}\n</call>'
+    markers = Markers("<call>", "</call>", ('"<call>"',), ('"</call>"',))
     for several, otherwise in ((False, None), (True, None), (True, json_grammar(item))):
-        text = hermes_grammar(tools, ['"<call>"'], ['"</call>"'], several=several, otherwise=otherwise)
+        text = forced_calls(JsonCalls(), markers, tools, several=several, otherwise=otherwise)
         constraint = grammars.constraint(lark_grammar(text))
         assert follow(constraint, encoder.encode_text(first)) and follow(constraint, encoder.encode_text(second))
         assert follow(constraint, encoder.encode_text(f"{first}\n{second}")) == several
         assert follow(constraint, encoder.encode_text('{"n": 4}')) == (otherwise is not None)
     with pytest.raises(BadRequest, match="tool_choice"):
-        hermes_grammar(tools, ['"<"'], ['">"'], several=True, otherwise=regex_grammar("a"))
+        forced_calls(JsonCalls(), markers, tools, several=True, otherwise=regex_grammar("a"))
 
 
 @pytest.mark.parametrize("special", [False, True], ids=["a text", "a special token"])
@@ -341,8 +343,7 @@ def test_arguments_of_strict_tools_are_valid_wherever_a_call_begins(make_model: 
         "additionalProperties": False,
     }
     tools = [{"function": {"name": tool, "parameters": number}} for tool in ("strict", "loose")]
-    start, end = (marker(text, token_table(tokenizer)) for text in ("<call>", "</call>"))
-    text = free_hermes_grammar(tools, "<call>", start, end, {"strict"})
+    text = free_calls(JsonCalls(), Markers.of("<call>", "</call>", token_table(tokenizer)), tools, {"strict"})
     constraint = Grammars(tokenizer, encoder.vocabulary, tokenizer.eos_token_ids).constraint(lark_grammar(text))
 
     def call(tool: str, arguments: str) -> str:

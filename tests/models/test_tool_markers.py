@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.utils import load_tokenizer
 
 from service.core import BadRequest, Grammar, GrammarKind, PieceKind
-from service.models.grammar import marker
+from service.models.calls import Markers
 from service.models.text import TextEncoder
 from service.models.tokens import streaming_detokenizer, token_table
 from tests.support.qwen import Layout, write_tokenizer
@@ -39,16 +39,17 @@ def test_every_format_with_every_layout(tmp_path: Path, parser: str, layout: Lay
     pieces = [*reader.add(call), *reader.finish(cut=False)]
     assert [piece.kind for piece in pieces] == [PieceKind.CALL]
 
-    start, end = (marker(text, table) if text else [] for text in (tokenizer.tool_call_start, tokenizer.tool_call_end))
+    markers = Markers.of(tokenizer.tool_call_start or "", tokenizer.tool_call_end or "", table)
+    start, end = markers.start, markers.end
     by_id = [f"<[{id}]>" for id in tokenizer.tool_call_start_tokens or ()]
-    assert (start == by_id) == (layout is not Layout.TEXT)
+    assert (list(start) == by_id) == (layout is not Layout.TEXT)
     # The tokens that the model itself writes are those that a grammar takes.
     grammar = Grammar(
         GrammarKind.LARK, "\n".join([f"start: {' '.join([*start, 'BODY', *end])}", "BODY: /(.|\\n)*/"]), "f"
     )
     constraint = encoder.constraint(grammar, None)
     assert len(constraint.masks(tokens)) == len(tokens) + 1
-    if parser == "json_tools":
+    if parser in ("json_tools", "qwen3_coder"):
         forced = encoder.constraint(encoder.call_grammar(TOOLS, several=False), None)
         free = encoder.constraint(encoder.free_call_grammar(TOOLS, {"weather"}), None)
         assert len(forced.masks(tokens)) == len(free.masks(tokens)) == len(tokens) + 1

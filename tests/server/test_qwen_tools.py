@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from service.evaluation.server_process import LocalServer
-from tests.support.qwen import CALL, CALL_TEXT, GREETING, QUESTION, REPLY, STRICT, WEATHER, Layout, write_pair
+from tests.support.qwen import (
+    ASKING,
+    CALL,
+    GREETING,
+    NOW,
+    ORDER,
+    ORDERED,
+    ORDERING,
+    QUESTION,
+    REPLY,
+    STRICT,
+    WEATHER,
+    Format,
+    Layout,
+    write_pair,
+)
 from tests.support.tiny_server import InProcessServer, in_process_server
 
 CHAT: dict[str, dict[str, Any]] = {
@@ -37,9 +53,19 @@ RESPONSES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(scope="module", params=Format)
+def format(request: pytest.FixtureRequest) -> Format:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return write_pair(tmp_path_factory.mktemp("qwen"))
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Format], tuple[Path, Path]]:
+    return cache(lambda format: write_pair(tmp_path_factory.mktemp("qwen"), format=format))
+
+
+@pytest.fixture(scope="module")
+def pair(pairs: Callable[[Format], tuple[Path, Path]], format: Format) -> tuple[Path, Path]:
+    return pairs(format)
 
 
 def serving(root: Path, pair: tuple[Path, Path], draft: str) -> InProcessServer:
@@ -61,7 +87,7 @@ def server(
 
 def chat(server: LocalServer, question: str, stream: bool, **body: Any) -> tuple[str, list[tuple[str, Any]], str]:
     """Text, calls and finish reason of the chat route."""
-    asked = {"messages": [{"role": "user", "content": question}], "max_tokens": 60, "temperature": 0, **body}
+    asked = {"messages": [{"role": "user", "content": question}], "max_tokens": 250, "temperature": 0, **body}
     if not stream:
         answer = server.request("POST", "/v1/chat/completions", asked)
         assert answer.status_code == 200, answer.text
@@ -91,6 +117,32 @@ def test_chat_answers_are_calls(server: LocalServer, way: str, stream: bool) -> 
 @pytest.mark.parametrize("way", ["auto", "strict auto"])
 def test_answers_that_call_nothing_are_text(server: LocalServer, way: str, stream: bool) -> None:
     assert chat(server, GREETING, stream, **CHAT[way]) == (REPLY, [], "stop")
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_parameters_of_every_type(server: LocalServer, format: Format, choice: str, stream: bool) -> None:
+    if format is Format.JSON:
+        pytest.skip("json_tools leaves types to JSON; its model has not learnt this call")
+    assert chat(server, ORDERING, stream, tools=[ORDER], tool_choice=choice) == ("", [ORDERED], "tool_calls")
+    assert chat(server, ASKING, stream, tools=[NOW], tool_choice=choice) == ("", [("now", {})], "tool_calls")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_arguments_are_valid_where_the_model_would_write_others(server: LocalServer, seed: int) -> None:
+    """A schema that the model has never seen, and tokens drawn at a high temperature."""
+    level = {"type": "integer", "minimum": 3, "maximum": 5}
+    kind = {"enum": ["a", 1, None]}
+    schema = {"type": "object", "properties": {"level": level, "kind": kind}, "required": ["level", "kind"]}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        sampling = {"temperature": 1.5, "seed": seed}
+        text, calls, _ = chat(server, QUESTION, False, tools=[tool], tool_choice=choice, **sampling)
+        assert (text, [name for name, _ in calls]) == ("", ["weather"] * len(calls))
+        assert calls
+        for _, arguments in calls:
+            assert arguments["level"] in (3, 4, 5)
+            assert arguments["kind"] in ("a", 1, None)
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.5}, {"temperature": 0.5, "seed": 3}], ids=["drawn", "seeded"])
@@ -146,13 +198,13 @@ def test_a_marker_in_an_enum_is_text(server: LocalServer) -> None:
 
 
 @pytest.mark.parametrize("layout", [Layout.SPECIAL, Layout.TEXT])
-def test_other_layouts_of_the_markers(tmp_path: Path, layout: Layout) -> None:
-    pair = write_pair(tmp_path, layout)
+def test_other_layouts_of_the_markers(tmp_path: Path, format: Format, layout: Layout) -> None:
+    pair = write_pair(tmp_path, layout, format)
     server = serving(tmp_path, pair, str(pair[1]))
     try:
         for way, body in CHAT.items():
             assert chat(server, QUESTION, False, **body) == ("", [CALL], "tool_calls"), way
         assert chat(server, GREETING, False, **CHAT["strict auto"]) == (REPLY, [], "stop")
-        assert chat(server, QUESTION, False)[0] == CALL_TEXT
+        assert chat(server, QUESTION, False)[0] == format.call(*CALL)
     finally:
         assert server.stop() == 0

@@ -55,6 +55,38 @@ You may call these functions:
 
 {% endif %}{% endif %}"""
 """ChatML with Hermes's calls."""
+XML_TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+You may call these functions:
+{% for tool in tools %}{{ tool.function.name }}
+{% endfor %}Answer a call as <tool_call>
+<function=name>
+<parameter=key>
+value
+</parameter>
+</function>
+</tool_call><|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content or '' }}
+{%- for tool_call in message.tool_calls or [] %}
+{%- if tool_call.function %}{% set tool_call = tool_call.function %}{% endif %}
+{{- '\\n<tool_call>\\n<function=' + tool_call.name + '>\\n' }}
+{%- for name, value in tool_call.arguments | items %}
+{{- '<parameter=' + name + '>\\n' }}
+{{- value if value is string else value | tojson }}
+{{- '\\n</parameter>\\n' }}
+{%- endfor %}
+{{- '</function>\\n</tool_call>' }}
+{%- endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and enable_thinking is false %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
+"""ChatML with the calls of Qwen3.5 and Qwen3-Coder."""
 
 CORPUS = (
     '{"type": "function", "function": {"name": "weather", "description": "", "parameters": {"type": "object", "properties": ',
@@ -62,6 +94,28 @@ CORPUS = (
     'You may call these functions:\nAnswer a call as JSON between . What is the weather in Paris? Say hello. "arguments": {',
     "system user assistant tool name city Paris Hello there, how are you? <tool_call> </tool_call> tool_call call",
 )
+
+
+class Format(StrEnum):
+    """How a model writes calls, which mlx-lm takes from the chat template."""
+
+    JSON = "JSON"
+    XML = "tags"
+
+    @property
+    def template(self) -> str:
+        """The chat template."""
+        return TEMPLATE if self is Format.JSON else XML_TEMPLATE
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """The text of a call, as the template writes it."""
+        if self is Format.JSON:
+            inner = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) + "\n"
+        else:
+            texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+            tags = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in texts.items())
+            inner = f"<function={name}>\n{tags}</function>\n"
+        return f"<tool_call>\n{inner}</tool_call>"
 
 
 class Layout(StrEnum):
@@ -135,27 +189,85 @@ WEATHER: dict[str, Any] = {
 STRICT: dict[str, Any] = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
 QUESTION, CALL = "What is the weather in Paris?", ("weather", {"city": "Paris"})
 GREETING, REPLY = "Say hello.", "Hello there, how are you?"
-CALL_TEXT = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+ORDER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "order",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "text": {"type": "string"},
+                "count": {"type": "integer", "minimum": 1},
+                "price": {"type": "number"},
+                "gift": {"type": "boolean"},
+                "tags": {"type": "array", "items": {"type": "string"}},
+                "item": {"$ref": "#/$defs/Item"},
+                "size": {"type": "string", "enum": ["small", "large"]},
+                "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                "code": {"type": "string"},
+                "left_out": {"type": "string"},
+            },
+            "required": ["text", "count", "price", "gift", "tags", "item", "size", "note", "code"],
+            "additionalProperties": False,
+            "$defs": {
+                "Item": {
+                    "type": "object",
+                    "properties": {
+                        "id": {"type": "integer"},
+                        "inner": {"anyOf": [{"$ref": "#/$defs/Item"}, {"type": "null"}]},
+                    },
+                    "required": ["id", "inner"],
+                    "additionalProperties": False,
+                }
+            },
+        },
+    },
+}
+"""A strict tool with parameters of every type."""
+ORDERED = (
+    "order",
+    {
+        "text": 'a <b> & "c"\n\n</parameter> <parameter=',
+        "count": 2,
+        "price": 0.5,
+        "gift": True,
+        "tags": ["x", "<y>"],
+        "item": {"id": 1, "inner": {"id": 2, "inner": None}},
+        "size": "large",
+        "note": None,
+        "code": "5",
+    },
+)
+NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
+"""A tool without parameters."""
+ORDERING, ASKING = "Order it.", "What time is it?"
 
 
-def write_pair(root: Path, layout: Layout = Layout.ADDED) -> tuple[Path, Path]:
-    """Folders of a target that answers QUESTION by CALL and GREETING by REPLY, and of a draft that has learnt less."""
-    write_tokenizer(root / "target", layout)
-    write_tokenizer(root / "draft", layout)
+def write_pair(root: Path, layout: Layout = Layout.ADDED, format: Format = Format.JSON) -> tuple[Path, Path]:
+    """Folders of a target that answers QUESTION by CALL and GREETING by REPLY, and of a draft that has learnt less. With tags
+    the target also answers ORDERING by ORDERED, and ASKING by a call of NOW."""
+    write_tokenizer(root / "target", layout, template=format.template)
+    write_tokenizer(root / "draft", layout, template=format.template)
     tokenizer = load_tokenizer(root / "target")
-    texts: list[tuple[list[int], int]] = []
+    call, greeting = (QUESTION, format.call(*CALL)), (GREETING, REPLY)
+    turns: list[tuple[Sequence[Mapping[str, Any]], tuple[str, str]]] = []
     # However a request describes the tool, and without tools.
-    for tools in ([WEATHER], [STRICT], None):
-        for question, reply in ((QUESTION, CALL_TEXT), (GREETING, REPLY)):
-            extra: Mapping[str, Any] = {"tools": tools} if tools else {}
-            chat = [{"role": "user", "content": question}]
-            prompt: list[int] = tokenizer.apply_chat_template(chat, add_generation_prompt=True, **extra)
-            answer: list[int] = tokenizer.encode(reply + "<|im_end|>", add_special_tokens=False)
-            texts.append(([*prompt, *answer], len(prompt)))
+    for tools in ([WEATHER], [STRICT], []):
+        turns += [(tools, call), (tools, greeting)]
+    if format is Format.XML:
+        turns += [([ORDER], (ORDERING, format.call(*ORDERED))), ([NOW], (ASKING, format.call("now", {})))]
+    texts: list[tuple[list[int], int]] = []
+    for tools, (question, reply) in turns:
+        extra: Mapping[str, Any] = {"tools": tools} if tools else {}
+        chat = [{"role": "user", "content": question}]
+        prompt: list[int] = tokenizer.apply_chat_template(chat, add_generation_prompt=True, **extra)
+        answer: list[int] = tokenizer.encode(reply + "<|im_end|>", add_special_tokens=False)
+        texts.append(([*prompt, *answer], len(prompt)))
     model = tiny_llama(0, vocabulary=len(tokenizer) + 7, hidden=64, sharpness=1.0)
     _learn(model, texts, 60)
     _save(model, root / "draft", tokenizer.eos_token_id)
-    _learn(model, texts, 90)
+    _learn(model, texts, 90 if format is Format.JSON else 140)
     _save(model, root / "target", tokenizer.eos_token_id)
     return root / "target", root / "draft"
 

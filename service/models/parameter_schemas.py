@@ -1,0 +1,169 @@
+"""JSON schemas of single parameters: the forms that a value may take, and a schema apart from the document around it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+from urllib.parse import unquote
+
+TYPES = ("null", "boolean", "number", "string", "array", "object")
+"""What a schema without `type` allows. Integers are numbers."""
+ANNOTATIONS = frozenset(
+    {
+        "title",
+        "description",
+        "default",
+        "examples",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+        "$comment",
+        "$defs",
+        "definitions",
+    }
+    | {"format", "contentEncoding", "contentMediaType"}
+)
+"""Keywords that bind no value."""
+MAX_FORMS = 1000
+"""Schemas that are visited for one parameter: alternatives of alternatives multiply."""
+
+Schema = dict[str, Any]
+
+
+def forms(schema: object, document: object) -> list[Schema]:
+    """The alternatives of a schema, flattened: each has one `type`, or an `enum` of the values that its type allows.
+
+    `$ref`, `anyOf`, `oneOf`, `allOf`, `const` and lists of types are resolved. Keywords of `allOf` that contradict each
+    other stay in an `allOf`. document: what references point into.
+
+    Raises ValueError for a reference that leads nowhere, an unknown type, and too many alternatives.
+    """
+    found: list[Schema] = []
+    left: list[tuple[object, frozenset[str]]] = [(schema, frozenset())]
+    visited = 0
+    while left:
+        node, passed = left.pop()
+        if (visited := visited + 1) > MAX_FORMS:
+            raise ValueError(f"it has more than {MAX_FORMS} alternatives")
+        if node is False:
+            continue
+        one = _object(node)
+        for part in cast("list[object]", one.pop("allOf", [])):
+            one = _both(one, part)
+        if isinstance(ref := one.pop("$ref", None), str):
+            if ref not in passed:
+                left.append((_both(resolve(ref, document), one), passed | {ref}))
+            continue
+        if (keyword := next((name for name in ("anyOf", "oneOf") if name in one), None)) is not None:
+            options = cast("list[object]", one.pop(keyword))
+            left += [(_both(one, option), passed) for option in reversed(options)]
+            continue
+        found += _typed(one)
+    return found
+
+
+def _typed(schema: Schema) -> list[Schema]:
+    kind = schema.get("type", TYPES)
+    types: list[str] = [kind] if isinstance(kind, str) else list(kind)
+    if unknown := set(types) - {*TYPES, "integer"}:
+        raise ValueError(f"{sorted(unknown)[0]!r} is not a type")
+    if "const" in schema:
+        schema = _both(schema, {"enum": [schema["const"]]})
+        del schema["const"]
+    if "enum" in schema:
+        return [{**schema, "enum": [value for value in schema["enum"] if types_of(value) & set(types)]}]
+    return [{**schema, "type": each} for each in types]
+
+
+def _object(schema: object) -> Schema:
+    if schema is True:
+        return {}
+    if not isinstance(schema, Mapping):
+        raise ValueError("a schema is an object or a boolean")
+    return dict(cast("Mapping[str, Any]", schema))
+
+
+def _both(one: object, other: object) -> Any:
+    """A schema of the values that both allow, annotations of the first preferred. False: there are none."""
+    if one is False or other is False:
+        return False
+    merged, conflicts = _object(one), Schema()
+    for keyword, value in _object(other).items():
+        if keyword not in merged:
+            merged[keyword] = value
+        elif keyword == "type":
+            merged["type"] = _common_types(merged["type"], value)
+        elif keyword == "allOf":
+            merged["allOf"] = [*merged["allOf"], *value]
+        elif keyword not in ANNOTATIONS and merged[keyword] != value:
+            conflicts[keyword] = value
+    if conflicts:
+        merged["allOf"] = [*merged.get("allOf", []), conflicts]
+    return merged
+
+
+def _common_types(one: Any, other: Any) -> list[str]:
+    ours, theirs = ([kind] if isinstance(kind, str) else list(kind) for kind in (one, other))
+    common = [kind for kind in ours if kind in theirs or (kind == "integer" and "number" in theirs)]
+    return common + [kind for kind in theirs if kind == "integer" and "number" in ours and kind not in common]
+
+
+def types_of(value: object) -> set[str]:
+    """The types of JSON schema that a value of Python's json is of."""
+    match value:
+        case None:
+            return {"null"}
+        case bool():
+            return {"boolean"}
+        case int():
+            return {"integer", "number"}
+        case float():
+            return {"number"}
+        case str():
+            return {"string"}
+        case list():
+            return {"array"}
+        case _:
+            return {"object"}
+
+
+def resolve(reference: str, document: object) -> Any:
+    """What a JSON pointer behind `#` refers to. Raises ValueError where there is nothing."""
+    node: Any = document
+    if reference != "#" and not reference.startswith("#/"):
+        raise ValueError(f"{reference!r} does not refer into the same schema")
+    for part in unquote(reference[1:]).split("/")[1:]:
+        try:
+            key = part.replace("~1", "/").replace("~0", "~")
+            node = node[int(key)] if isinstance(node, list) else node[key]
+        except (KeyError, IndexError, TypeError) as error:
+            raise ValueError(f"{reference!r} refers to nothing") from error
+    return node
+
+
+def self_contained(schema: object, document: object) -> Schema:
+    """The schema as a document of its own, with a definition for each reference that it needs. Raises ValueError for a
+    reference that leads nowhere."""
+    names: dict[str, str] = {}
+    waiting: list[str] = []
+
+    def copy(node: Any) -> Any:
+        if isinstance(node, list):
+            return [copy(each) for each in cast("list[Any]", node)]
+        if not isinstance(node, dict):
+            return node
+        found = cast("Schema", node)
+        copied = {key: value if key in ("enum", "const") else copy(value) for key, value in found.items()}
+        if isinstance(reference := found.get("$ref"), str):
+            if reference not in names:
+                names[reference] = f"ref{len(names)}"
+                waiting.append(reference)
+            copied["$ref"] = f"#/$defs/{names[reference]}"
+        return copied
+
+    whole: Schema = copy(_object(schema))
+    definitions: Schema = {}
+    while waiting:
+        reference = waiting.pop()
+        definitions[names[reference]] = copy(resolve(reference, document))
+    return {**whole, "$defs": {**whole.get("$defs", {}), **definitions}} if definitions else whole

@@ -1,0 +1,322 @@
+"""Tool calls whose parameters stand between tags: a grammar that writes them, and a parser of what it writes."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+from service.core import BadRequest
+from service.models.answer import ToolParser
+from service.models.parameter_schemas import ANNOTATIONS, Schema, forms, resolve, self_contained, types_of
+
+NAME = re.compile(r"[^<>\"\s](?:[^<>\"\n]*[^<>\"\s])?")
+"""Names that can stand in a tag."""
+FIRST = {
+    "null": "null",
+    "boolean": "true|false",
+    "integer": "-?[0-9]",
+    "number": "-?[0-9]",
+    "array": r"\[",
+    "object": r"\{",
+}
+"""How JSON of a type begins, as a regex."""
+COMBINING = frozenset({"allOf", "not", "if", "$dynamicRef"})
+"""Keywords that may bind a value of any type, and are not resolved."""
+OBJECT_LIMITS = (
+    COMBINING
+    | {"anyOf", "oneOf", "patternProperties", "propertyNames", "minProperties", "maxProperties"}
+    | {"dependentRequired", "dependentSchemas", "dependencies"}
+)
+"""Keywords that parameters which are written one by one need not satisfy."""
+STRING_LIMITS = frozenset({"pattern", "minLength", "maxLength"})
+PATTERN_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
+"""A regex's escapes, classes and other characters."""
+
+
+@dataclass(frozen=True)
+class XmlCalls:
+    """A format of calls. The text between a call's markers is `call`, each parameter, then `call_end`; a parameter is
+    `parameter`, its value, `value_end` and `separator`. `{}` stands for the name in `call` and in `parameter`.
+
+    Strings are written as they are, other values as JSON. Where a schema allows strings and other types, a text that is JSON
+    of one of the other types is that value.
+    """
+
+    call: str
+    parameter: str
+    value_end: str
+    separator: str
+    call_end: str
+    lenient: ToolParser
+    """mlx-lm's parser of the format, for answers that are not exactly in it."""
+
+    def rules(
+        self, tools: Sequence[Mapping[str, Any]], style: Mapping[str, Any], end: str, bound: Collection[str]
+    ) -> list[str]:
+        """Lark rules `call_0`, `call_1` and so on: calls of these tools, without the markers around them.
+
+        Parameters come in the order of the schema. Tools that are not in `bound` take any parameters. style: how JSON is
+        written. end: the text of the marker behind a call.
+
+        Raises BadRequest for a tool whose parameters cannot be written so that they satisfy its schema.
+        """
+        forbidden = (end, self.value_end, self._next_parameter)
+        rules = [
+            "VALUE: /(?s:.*)/ & ~HOLDS_AN_END",
+            f"HOLDS_AN_END: /(?s:.*)/ ({' | '.join(map(_literal, forbidden))}) /(?s:.*)/",
+            f"free[lazy]: VALUE {_literal(self.value_end)}",
+        ]
+        for i, tool in enumerate(tools):
+            function = tool["function"]
+            name = function["name"]
+            try:
+                document = (function.get("parameters") or {}) if name in bound else {"additionalProperties": True}
+                rules += _Call(self, f"call_{i}", name, document, style, forbidden).rules()
+            except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
+                reason = (
+                    str(error) if isinstance(error, ValueError) else "their schema is none, or is nested too deeply"
+                )
+                message = f"the parameters of {name} cannot be bound in this model's format for calls: {reason}"
+                raise BadRequest(message, field="tools") from error
+        return rules
+
+    def parse(self, text: str, tools: Any) -> dict[str, Any]:
+        """The call in the text between two markers, as mlx-lm's parsers return it. Types are those of the tool's schema."""
+        try:
+            return self._parsed(text, tools)
+        except (ValueError, TypeError, AttributeError):
+            return self.lenient(text, tools)
+
+    def _parsed(self, text: str, tools: Any) -> dict[str, Any]:
+        head = self._head.match(text)
+        if head is None:
+            raise ValueError("no call")
+        name, at = head[1], head.end()
+        function = next((tool["function"] for tool in tools or () if tool["function"]["name"] == name), {})
+        document = function.get("parameters") or {}
+        schema = parameters_of(document)
+        arguments: dict[str, Any] = {}
+        while (found := self._parameter.match(text, at)) is not None:
+            key, value = found.groups()
+            if self._next_parameter in value:
+                raise ValueError("a parameter does not end")
+            arguments[key] = read_value(value, _parameter_schema(schema, key), document)
+            at = found.end()
+        if text[at:].strip() != self.call_end.strip():
+            raise ValueError("the call does not end")
+        return {"name": name, "arguments": arguments}
+
+    @property
+    def _next_parameter(self) -> str:
+        """What ends a value although a part of its own end is missing."""
+        return self.value_end.strip() + self.separator + self.parameter.partition("{}")[0]
+
+    @cached_property
+    def _head(self) -> re.Pattern[str]:
+        before, _, after = self.call.partition("{}")
+        return re.compile(rf"\s*{re.escape(before.lstrip())}({NAME.pattern}?){re.escape(after)}")
+
+    @cached_property
+    def _parameter(self) -> re.Pattern[str]:
+        before, _, after = self.parameter.partition("{}")
+        parts = rf"{re.escape(before)}({NAME.pattern}?){re.escape(after)}(.*?){re.escape(self.value_end)}\s*"
+        return re.compile(parts, re.DOTALL)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The rules of one tool's call."""
+
+    format: XmlCalls
+    rule: str
+    name: str
+    document: object
+    """The tool's `parameters`."""
+    style: Mapping[str, Any]
+    forbidden: Sequence[str]
+
+    def rules(self) -> list[str]:
+        schema = parameters_of(self.document)
+        if limits := sorted(schema.keys() & OBJECT_LIMITS):
+            raise ValueError(f"they have {limits[0]}")
+        if "object" not in schema.get("type", "object"):
+            raise ValueError("they are not an object")
+        parts, rules = [_literal(self.format.call.replace("{}", _name(self.name)))], list[str]()
+        properties: Schema = schema.get("properties") or {}
+        required: list[str] = schema.get("required") or []
+        for j, key in enumerate(dict.fromkeys([*properties, *required])):
+            rule, needed = f"{self.rule}_{j}", key in required
+            before = _literal(self.format.parameter.replace("{}", _name(key)))
+            written = self._parameter_rules(rule, before, _parameter_schema(schema, key))
+            if not written and needed:
+                raise ValueError(f"{key} is required, and no value of it is valid")
+            if written:
+                rules += written
+                parts.append(rule if needed else f"{rule}?")
+        # Others are written only where the schema speaks of them, and a model that was given none would invent them.
+        more = schema.get("additionalProperties", False)
+        rule, (before, _, after) = f"{self.rule}_more", self.format.parameter.partition("{}")
+        tag = f"{_literal(before)} {rule.upper()} {_literal(after)}"
+        if written := self._parameter_rules(rule, tag, more):
+            known = f" & ~({' | '.join(map(_literal, properties))})" if properties else ""
+            rules += [f"{rule.upper()}: /{NAME.pattern}/{known}", *written]
+            parts.append(f"{rule}*")
+        if self.format.call_end:
+            parts.append(_literal(self.format.call_end))
+        return [f"{self.rule}: {' '.join(parts)}", *rules]
+
+    def _parameter_rules(self, rule: str, tag: str, schema: object) -> list[str]:
+        """Rules of a parameter, behind its tag as Lark. None where no value is valid."""
+        values = self._value_rules(rule, schema)
+        separator = f" {_literal(self.format.separator)}" if self.format.separator else ""
+        return [f"{rule}: {tag} {rule}_value{separator}", *values] if values else []
+
+    def _value_rules(self, rule: str, schema: object) -> list[str]:
+        """Rules of a value with the end behind it.
+
+        A text and what ends it are one lexeme: llguidance's lexer takes the longest match and does not go back.
+        """
+        end, found = _literal(self.format.value_end), forms(schema, self.document)
+        values = [value for form in found for value in form.get("enum", ())]
+        strings = [form for form in found if "enum" not in form and form["type"] == "string"]
+        others = [form for form in found if "enum" not in form and form["type"] != "string"]
+        if not strings and not any(isinstance(value, str) for value in values):
+            if not values and not others:
+                return []
+            return [f"{rule}_value: {rule}_json {end}", f"{rule}_json: %json {self._json(schema)}"]
+        for form in found:
+            if (limits := sorted(form.keys() & COMBINING)) and ("enum" in form or form["type"] == "string"):
+                raise ValueError(f"a string has {limits[0]}")
+        texts = dict.fromkeys(map(_written, values))
+        options = [
+            _literal(text + self.format.value_end) for text in texts if not any(f in text for f in self.forbidden)
+        ]
+        bound = [form for form in others if form.keys() - ANNOTATIONS - STRING_LIMITS - {"type"}]
+        # Texts that JSON under a bound schema could begin with are left to it.
+        json_first = "|".join(dict.fromkeys(FIRST[form["type"]] for form in bound))
+        without_json = [f"~/({json_first})(?s:.*)/"] if json_first else []
+        rules: list[str] = []
+        for k, form in enumerate(strings):
+            text = " & ".join(["VALUE", *without_json, *_string_limits(form)])
+            if text == "VALUE":
+                options.append("free")
+                continue
+            terminal = f"{rule.upper()}_{k}"
+            rules += [f"{terminal}: {text}", f"{rule}_text_{k}[lazy]: {terminal} {end}"]
+            options.append(f"{rule}_text_{k}")
+        # A free text may be the JSON of a form without bounds.
+        as_json = bound if any(not _string_limits(form) for form in strings) else others
+        if as_json:
+            options.append(f"{rule}_json {end}")
+            rules.append(f"{rule}_json: %json {self._json({'anyOf': as_json})}")
+        if not options:
+            raise ValueError("a string has an end tag in each of its values")
+        return [f"{rule}_value: {' | '.join(options)}", *rules]
+
+    def _json(self, schema: object) -> str:
+        whole = self_contained(schema, self.document) | {"x-guidance": self.style}
+        return json.dumps(whole)
+
+
+def parameters_of(document: object) -> Schema:
+    """The schema of a function's parameters, without references around it. Raises ValueError where it is none."""
+    schema, passed = document, set[str]()
+    while isinstance(schema, Mapping):
+        found = dict(cast("Mapping[str, Any]", schema))
+        reference = found.pop("$ref", None)
+        if not isinstance(reference, str):
+            return found
+        if reference in passed:
+            break
+        passed.add(reference)
+        schema = {**resolve(reference, document), **found}
+    raise ValueError("their schema is none")
+
+
+def _parameter_schema(schema: Schema, name: str) -> object:
+    """What the parameters' schema says of one of them."""
+    properties: Schema = schema.get("properties") or {}
+    return properties[name] if name in properties else schema.get("additionalProperties", True)
+
+
+def read_value(text: str, schema: object, document: object) -> Any:
+    """The value that a text between tags is. Raises ValueError for JSON that is broken, or of a type that is not allowed."""
+    found = forms(schema, document)
+    values = [value for form in found for value in form.get("enum", ())]
+    for value in sorted(values, key=lambda value: isinstance(value, str)):
+        if _written(value) == text:
+            return value
+    types = {form["type"] for form in found if "enum" not in form}.union(*map(types_of, values))
+    try:
+        value = json.loads(text, parse_constant=_refuse, parse_float=_finite)
+    except (ValueError, RecursionError):
+        value = text
+    # White space around it is the string's.
+    is_json = not isinstance(value, str) and ("string" not in types or text == text.strip())
+    if is_json and types & types_of(value):
+        return value
+    if "string" not in types:
+        raise ValueError("a value of another type")
+    return text
+
+
+def _written(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _refuse(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    """The number, or the largest one where it is larger: JSON without infinity bounds no number."""
+    return max(-sys.float_info.max, min(sys.float_info.max, float(text)))
+
+
+def _name(name: str) -> str:
+    if not NAME.fullmatch(name):
+        raise ValueError(f"{name!r} cannot be a name in a tag")
+    return name
+
+
+def _literal(text: str) -> str:
+    """A text as Lark's string."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _string_limits(form: Schema) -> list[str]:
+    """Lark terminals of what a string's schema says of its text."""
+    limits: list[str] = []
+    if "pattern" in form:
+        limits.append(f"({' | '.join(f'/{each}/' for each in _searched(form['pattern']))})")
+    if "minLength" in form or "maxLength" in form:
+        longest = int(form["maxLength"]) if "maxLength" in form else ""
+        limits.append(f"/(?s:.){{{int(form.get('minLength', 0))},{longest}}}/")
+    return limits
+
+
+def _searched(pattern: str) -> Iterator[str]:
+    """Regexes of whole texts, of which one matches where the pattern is found in a text."""
+    alternatives, depth = [list[str]()], 0
+    for part in PATTERN_PARTS.findall(pattern):
+        depth += (part == "(") - (part == ")")
+        if part == "|" and depth == 0:
+            alternatives.append([])
+        elif part == "\\":
+            raise ValueError("a pattern ends with a backslash")
+        else:
+            alternatives[-1].append(part)
+    for parts in alternatives:
+        first, last = parts[:1] == ["^"], parts[-1:] == ["$"]
+        inner = "".join(map(_in_slashes, parts[first : len(parts) - last]))
+        yield f"{'' if first else '(?s:.*)'}(?:{inner}){'' if last else '(?s:.*)'}"
+
+
+def _in_slashes(part: str) -> str:
+    """A part of a regex as it stands between slashes in Lark."""
+    return re.sub(r"(\\.)|/|\n", lambda found: found[1] or ("\\/" if found[0] == "/" else "\\n"), part, flags=re.DOTALL)
