@@ -114,6 +114,7 @@ def plan_run(shape: TrainingShape, free: int, *, batch: int, length: int, shorte
         )
     if (host := free_bytes()) < PROCESS:
         raise TrainingOutOfMemory(f"{_gib(host)} GiB of the host's memory are free, too little to train")
+    device.limit_memory(plan.peak_bytes)
     return plan
 
 

@@ -158,7 +158,7 @@ class _Call:
             if written:
                 rules += written
                 parts.append(rule if needed else f"{rule}?")
-        # Others are written only where the schema speaks of them, and a model that was given none would invent them.
+        # A schema that does not mention additional parameters allows them, but a model could only make them up.
         more = schema.get("additionalProperties", False)
         rule, (before, _, after) = f"{self.rule}_more", self.format.parameter.partition("{}")
         tag = f"{_literal(before)} {rule.upper()} {_literal(after)}"
@@ -274,7 +274,7 @@ def _refuse(name: str) -> float:
 
 
 def _finite(text: str) -> float:
-    """The number, or the largest one where it is larger: JSON without infinity bounds no number."""
+    """The number, limited to the range of floats: JSON has larger numbers, and no infinity that could be sent instead."""
     return max(-sys.float_info.max, min(sys.float_info.max, float(text)))
 
 

@@ -152,6 +152,18 @@ def test_added_tokens_are_special_by_flag_or_by_shape(tmp_path: Path) -> None:
     assert sorted(token_table(load_tokenizer(tmp_path)).special) == ["<end>", "<tag>", "[CALL]"]
 
 
+def test_pieces_with_letters_that_are_no_bytes_are_their_text(tmp_path: Path) -> None:
+    odd = ["\u2581word", "a b", "\U0010ffff", "x\u20acy"]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE({piece: id for id, piece in enumerate([*letters, *odd])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    table = token_table(load_tokenizer(tmp_path))
+    assert sorted(table.bytes[:256]) == [bytes([byte]) for byte in range(256)]
+    assert table.bytes[256:] == [piece.encode() for piece in odd]
+
+
 def test_a_vocabulary_without_bytes_has_no_grammar(tmp_path: Path) -> None:
     tokenizer = byte_level()
     tokenizer.decoder = decoders.WordPiece()

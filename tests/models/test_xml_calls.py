@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -68,10 +69,10 @@ GOOD: dict[str, tuple[object, list[Any]]] = {
     "string or null": (nullable({"type": "string"}), [None, "a", "nulls", ""]),
     "list of types": ({"type": ["string", "null"]}, [None, "a"]),
     "integer or null": (nullable({"type": "integer"}), [None, 4]),
-    "string or integer": ({"type": ["string", "integer"]}, [4, "4 apples", "1.5", "- 4", ""]),
+    "string or integer": ({"type": ["string", "integer"]}, [4, "4 apples", "1.5", "- 4", " 5", ""]),
     "string or bounded integer": (
         {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 10}]},
-        [10, "- 4", "four"],
+        [10, "- 4", " 5", "four"],
     ),
     "string or object": ({"anyOf": [{"type": "string"}, {"$ref": "#/$defs/Item"}]}, [{"name": "a"}, "a {", "5"]),
     "strings or lists of them": (
@@ -367,6 +368,14 @@ def test_answers_that_no_grammar_binds_are_read_as_before(
 ) -> None:
     one = tool({"a": {"type": "integer"}, "b": {"type": "string"}, "c": {"type": "boolean"}})
     assert read(encoder, [one], f"<tool_call>{call}</tool_call>") == [arguments]
+
+
+def test_a_number_beyond_floats_is_the_largest(encoder: TextEncoder) -> None:
+    """JSON bounds no number, and infinity cannot be sent."""
+    one = tool({"a": {"type": "number"}, "b": {"type": ["string", "number"]}})
+    assert follows(encoder, forced(encoder, one), text_of({"a": "-1e999"}))
+    text = text_of({"a": "-1e999", "b": "1e999"})
+    assert read(encoder, [one], text) == [{"a": -sys.float_info.max, "b": sys.float_info.max}]
 
 
 def test_another_format_is_an_entry_of_the_table(encoder: TextEncoder) -> None:

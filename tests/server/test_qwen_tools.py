@@ -198,13 +198,13 @@ def test_a_marker_in_an_enum_is_text(server: LocalServer) -> None:
 
 
 @pytest.mark.parametrize("layout", [Layout.SPECIAL, Layout.TEXT])
-def test_other_layouts_of_the_markers(tmp_path: Path, format: Format, layout: Layout) -> None:
-    pair = write_pair(tmp_path, layout, format)
+def test_other_layouts_of_the_markers(tmp_path: Path, layout: Layout) -> None:
+    pair = write_pair(tmp_path, layout)
     server = serving(tmp_path, pair, str(pair[1]))
     try:
         for way, body in CHAT.items():
             assert chat(server, QUESTION, False, **body) == ("", [CALL], "tool_calls"), way
         assert chat(server, GREETING, False, **CHAT["strict auto"]) == (REPLY, [], "stop")
-        assert chat(server, QUESTION, False)[0] == format.call(*CALL)
+        assert chat(server, QUESTION, False)[0] == Format.JSON.call(*CALL)
     finally:
         assert server.stop() == 0

@@ -59,13 +59,7 @@ XML_TEMPLATE = """\
 {%- if tools %}<|im_start|>system
 You may call these functions:
 {% for tool in tools %}{{ tool.function.name }}
-{% endfor %}Answer a call as <tool_call>
-<function=name>
-<parameter=key>
-value
-</parameter>
-</function>
-</tool_call><|im_end|>
+{% endfor %}<|im_end|>
 {% endif %}
 {%- for message in messages %}<|im_start|>{{ message.role }}
 {{ message.content or '' }}
@@ -251,10 +245,11 @@ def write_pair(root: Path, layout: Layout = Layout.ADDED, format: Format = Forma
     write_tokenizer(root / "draft", layout, template=format.template)
     tokenizer = load_tokenizer(root / "target")
     call, greeting = (QUESTION, format.call(*CALL)), (GREETING, REPLY)
-    turns: list[tuple[Sequence[Mapping[str, Any]], tuple[str, str]]] = []
     # However a request describes the tool, and without tools.
-    for tools in ([WEATHER], [STRICT], []):
-        turns += [(tools, call), (tools, greeting)]
+    described = ([WEATHER], [STRICT], []) if format is Format.JSON else ([WEATHER], [])
+    turns: list[tuple[Sequence[Mapping[str, Any]], tuple[str, str]]] = [
+        (tools, turn) for tools in described for turn in (call, greeting)
+    ]
     if format is Format.XML:
         turns += [([ORDER], (ORDERING, format.call(*ORDERED))), ([NOW], (ASKING, format.call("now", {})))]
     texts: list[tuple[list[int], int]] = []
@@ -267,7 +262,7 @@ def write_pair(root: Path, layout: Layout = Layout.ADDED, format: Format = Forma
     model = tiny_llama(0, vocabulary=len(tokenizer) + 7, hidden=64, sharpness=1.0)
     _learn(model, texts, 60)
     _save(model, root / "draft", tokenizer.eos_token_id)
-    _learn(model, texts, 90 if format is Format.JSON else 140)
+    _learn(model, texts, 90)
     _save(model, root / "target", tokenizer.eos_token_id)
     return root / "target", root / "draft"
 
