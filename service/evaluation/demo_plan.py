@@ -19,7 +19,7 @@ LEAST_PAUSE = 1.0
 GOLDEN, GOLDEN_LENGTH = 60, 2.0
 """Texts of the golden set that the gate scores, at most, and how long they are, in answers."""
 
-# Counts that no setting gives: measured once on two cores and on one.
+# Counts that no setting gives, from one run on two cores.
 SERVER_CHECKS = 7.0
 """Start-up checks and timed calls of a server, in answers decoded alone."""
 CHILD_START = 2.0
