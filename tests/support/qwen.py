@@ -235,6 +235,8 @@ ORDERED = (
 )
 NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
 """A tool without parameters."""
+KNOWN = 0.02
+"""Loss of a model that knows every answer by heart."""
 ORDERING, ASKING = "Order it.", "What time is it?"
 
 
@@ -260,15 +262,16 @@ def write_pair(root: Path, layout: Layout = Layout.ADDED, format: Format = Forma
         answer: list[int] = tokenizer.encode(reply + "<|im_end|>", add_special_tokens=False)
         texts.append(([*prompt, *answer], len(prompt)))
     model = tiny_llama(0, vocabulary=len(tokenizer) + 7, hidden=64, sharpness=1.0)
-    _learn(model, texts, 60)
+    _learn(model, texts, 60, 60)
     _save(model, root / "draft", tokenizer.eos_token_id)
-    _learn(model, texts, 90)
+    _learn(model, texts, 90, 500)
     _save(model, root / "target", tokenizer.eos_token_id)
     return root / "target", root / "draft"
 
 
-def _learn(model: Model, texts: Sequence[tuple[list[int], int]], steps: int) -> float:
-    """Train on the answers of (tokens, length of the prompt) until they are known by heart. Returns the last loss."""
+def _learn(model: Model, texts: Sequence[tuple[list[int], int]], steps: int, limit: int) -> None:
+    """Train on the answers of (tokens, length of the prompt) for `steps` steps, and on until they are known by heart, at most
+    `limit` in all."""
     width = max(len(tokens) for tokens, _ in texts)
     rows = mx.array([[*tokens, *[0] * (width - len(tokens))] for tokens, _ in texts])
     positions = np.arange(width - 1)
@@ -279,12 +282,13 @@ def _learn(model: Model, texts: Sequence[tuple[list[int], int]], steps: int) -> 
         each = nn.losses.cross_entropy(model(rows[:, :-1]).astype(mx.float32), rows[:, 1:])
         return (each * weight).sum() / weight.sum()
 
-    optimiser, step, value = Adam(learning_rate=4e-3), nn.value_and_grad(model, loss), mx.array(0.0)
-    for _ in range(steps):
+    optimiser, step = Adam(learning_rate=4e-3), nn.value_and_grad(model, loss)
+    for done in range(limit):
         value, gradients = step(model)
+        if done >= steps and as_float(value) < KNOWN:
+            return
         optimiser.update(model, gradients)
-        mx.eval(model.parameters(), optimiser.state, value)
-    return as_float(value)
+        mx.eval(model.parameters(), optimiser.state)
 
 
 def _save(model: Model, folder: Path, eos: int) -> None:
