@@ -143,7 +143,8 @@ class StoreSettings(Section):
     in PostgreSQL."""
     keep_adapters: int = Field(default=3, ge=0)
     """Retired and rolled-back adapters of each pair whose files are kept for a rollback, newest first. The active adapter and
-    those that it was trained on top of are always kept; the files of rejected, broken and revoked ones never."""
+    those that it was trained on top of are always kept. The files of rejected, broken and revoked ones are deleted, a rejected
+    one's when there is a newer adapter."""
 
 
 class TrainingSettings(Section):

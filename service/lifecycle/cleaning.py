@@ -42,7 +42,10 @@ def clean(context: LifecycleContext, *, child_under_way: bool) -> None:
         with suppress(IllegalMove):
             stores.adapters.remove(ref.id)
     known = stores.adapters.all()
-    doomed = [ref.folder for ref in known if not ref.state.may_serve and ref.folder.is_dir()]
+    # A candidate that was just rejected can be examined until there is another.
+    newest = max((ref.id for ref in known), default=BARE_DRAFT)
+    kept = {ref.id for ref in known if ref.id == newest and ref.state is AdapterState.REJECTED}
+    doomed = [ref.folder for ref in known if not ref.state.may_serve and ref.id not in kept and ref.folder.is_dir()]
     for folder in doomed:
         # Another process may be deleting the same one.
         with suppress(FileNotFoundError):

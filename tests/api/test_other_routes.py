@@ -412,6 +412,7 @@ def test_the_schema_names_every_route_and_the_error_shape(http: httpx.Client) ->
     assert sorted(schema["paths"]) == [
         "/adapters",
         "/adapters/rollback",
+        "/adapters/{id}",
         "/adapters/{id}/activate",
         "/cases",
         "/events",

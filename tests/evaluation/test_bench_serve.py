@@ -99,7 +99,11 @@ def test_a_server_that_drafts_says_what_it_estimates(tmp_path: Path, monkeypatch
     assert [row[-1] for row in report.rows] == ["", f"{arms['static']['estimated_speedup']:.2f} x", ""]
 
 
-def test_each_server_has_its_draft(tmp_path: Path) -> None:
+def test_each_server_has_its_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in "tdam":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
     plan = ServerPlan(Settings(home=tmp_path), Path("t"), Path("d"), Path("a"), Path("m"), tmp_path, rows=2)
     drafts: dict[str, object] = {}
     for name, make in SERVERS.items():

@@ -295,7 +295,7 @@ def test_an_impossible_run_reports_the_reason(home: Home, changes: Message, reas
     messages = perform(home.spec() | changes)
     assert [message["type"] for message in messages if message["type"] != "texts"] == ["failed"]
     assert reason in messages[-1]["reason"]
-    assert messages[-1]["memory"] is (reason == "GiB are free")
+    assert messages[-1]["memory"] is (reason == "GiB of memory may be used")
     if "own_texts_only" in changes:
         assert of_type(messages, "texts") == [{"type": "texts", "window": [], "replay": []}]
     assert home.published() == []

@@ -53,7 +53,7 @@ RESPONSES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=Format)
+@pytest.fixture(scope="module", params=[Format.JSON, pytest.param(Format.XML, marks=pytest.mark.nightly)])
 def format(request: pytest.FixtureRequest) -> Format:
     return request.param
 
