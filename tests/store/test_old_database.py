@@ -233,9 +233,10 @@ def test_adapters_and_verdicts_are_as_they_were(database: Database) -> None:
     assert [replace(ref, target=None) for ref in refs] == EXPECTED.adapters
     targets = {run.id: Runs(database).recipe(run.id)[0].target for run in EXPECTED.runs}
     assert [ref.target for ref in refs] == [None if ref.run is None else targets[ref.run] for ref in refs]
-    assert {ref.state for ref in EXPECTED.adapters} == set(AdapterState) - {AdapterState.REVOKED, AdapterState.REMOVED}, (
-        "that release had no others"
-    )
+    assert {ref.state for ref in EXPECTED.adapters} == set(AdapterState) - {
+        AdapterState.REVOKED,
+        AdapterState.REMOVED,
+    }, "that release had no others"
     assert [
         (ref.id, kind, *found)
         for ref in EXPECTED.adapters
