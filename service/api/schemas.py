@@ -229,8 +229,8 @@ class VerdictAnswer(ResponseModel):
     level: Finite | None
     """The largest p-value that was promoted, by what earlier gates have used of the budget."""
     loss_bounded: bool | None
-    """Whether the loss against the base draft was proven to be within the tolerance on the golden set and on larger domains; null
-    where there is neither."""
+    """Whether the loss against the base draft was proven to be within the tolerance on the golden set and on larger domains;
+    null where there is neither."""
 
 
 class RunAnswer(ResponseModel):

@@ -196,9 +196,9 @@ class Verdict:
     active (watched over what it is compared with), with its two-sided 90 % bootstrap interval over prompts. domains: the same
     per domain. measured_on: kinds of machines whose measured costs had a say.
 
-    Of a gate that tested the candidate: p_value of the hypothesis that it is no better; level: the largest p-value that is promoted;
-    loss_bounded: whether the loss against the base draft is proven to be within the tolerance on the golden set and on every
-    domain that has enough texts, None where there is neither. All None where nothing was tested."""
+    Of a gate that tested the candidate: p_value of the hypothesis that it is no better; level: the largest p-value that is
+    promoted; loss_bounded: whether the loss against the base draft is proven to be within the tolerance on the golden set and
+    on every domain that has enough texts, None where there is neither. All None where nothing was tested."""
 
     promoted: bool
     reason: str

@@ -144,20 +144,20 @@ class Comparison:
         texts."""
         if self.empty:
             return 1.0, 1.0
-        tests = self._differences(0.0)
-        worse = [sign_flips.e_value(-differences) for differences in tests]
-        better = [sign_flips.e_value(differences) for differences in tests]
+        worse = [sign_flips.e_value(-each) for each in self._differences(0.0, better=False)]
+        better = [sign_flips.e_value(each) for each in self._differences(0.0)]
         return sum(worse) / len(worse), sum(better) / len(better)
 
-    def _differences(self, floor: float) -> list[NDArray[np.float64]]:
-        """By conversation: what the old adapter costs more than the new one would at a gain of `floor`. Each is taken at its best
-        draft length; where these are not the same, also both at the old one's.
-
-        Two lengths that are about as fast are not so text by text, and that difference would hide the adapters' own.
+    def _differences(self, floor: float, *, better: bool = True) -> list[NDArray[np.float64]]:
+        """By conversation: what the old adapter costs more than the new one would at a gain of `floor`, each at its best draft
+        length. Where these differ, also both at one length, since two lengths that are about as fast are not so text by text,
+        and that would hide the difference between the adapters. better: what they are to prove; the length is the best one of
+        the adapter that is to be proven slower, so that the other is never favoured.
         """
         costs = self._costs()
         new, old = (int(costs[:, adapter].sum(axis=0).argmin()) for adapter in (0, 1))
-        return [costs[:, 1, old] - (1.0 + floor) * costs[:, 0, length] for length in sorted({new, old})]
+        both = old if better else new
+        return [costs[:, 1, j] - (1.0 + floor) * costs[:, 0, i] for i, j in sorted({(new, old), (both, both)})]
 
     def _costs(self) -> NDArray[np.float64]:
         """Seconds, or calls, of (conversation, adapter, draft length)."""

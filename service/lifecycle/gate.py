@@ -1,5 +1,5 @@
-"""Whether a candidate may replace the adapter that serves. Pure functions of the scores of the candidate, its parent and the base
-draft on the same generations, of what rounds cost where they serve, and of the verdicts before (docs/decisions.md)."""
+"""Whether a candidate may replace the adapter that serves. Pure functions of the scores of the candidate, its parent and the
+base draft on the same generations, of what rounds cost where they serve, and of the verdicts before (docs/decisions.md)."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ def judge(
 ) -> Verdict:
     """Whether `candidate` may replace `parent`, which serves.
 
-    base: the base draft; None: it is the parent. history: the verdicts of this pair's earlier gates, oldest first, with `promoted`
-    False for adapters that were rolled back since.
+    base: the base draft; None: it is the parent. history: the verdicts of this pair's earlier gates, oldest first, with
+    `promoted` False for adapters that were rolled back since.
 
     A candidate is promoted when
 
     - there are `min_prompts` generations of five or more conversations and `min_tokens` tokens;
-    - its gain over the parent is worth a swap and proven at the level that online testing leaves for it (`p_value`, `next_level`);
-    - no domain, nor the golden set, is worse than with the parent or the base draft by more than `domain_tolerance` and surely
-      worse at all;
+    - its gain over the parent is worth a swap and proven at the level that online testing leaves for it (`p_value`,
+    `next_level`); - no domain, nor the golden set, is worse than with the parent or the base draft by more than
+      `domain_tolerance` and surely worse at all;
     - on the golden set and every domain of BOUNDED or more conversations it is proven to lose no more than `domain_tolerance`
       against the base draft, at a level of its own sequence. A chain of adapters therefore loses no more than one may.
 

@@ -1,8 +1,8 @@
 """One interim check of a promotion while it serves: against its parent, and against the base draft. Pure functions of values.
 
-The evidence against each opponent is an e-value of all answers so far (a confidence sequence, lifecycle/sign_flips.py), which is
-valid at every look: an adapter as good as both is rolled back by mistake with a probability of at most ALPHA, however often it is
-checked. The opponents share ALPHA equally.
+The evidence against each opponent is an e-value of all answers so far (a confidence sequence, lifecycle/sign_flips.py), which
+is valid at every look: an adapter as good as both is rolled back by mistake with a probability of at most ALPHA, however often
+it is checked. The opponents share ALPHA equally.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def interim_check(
     with it, as in gate.judge; others_seconds: what it costs with those of the others for which that differs.
 
     It is rolled back as soon as it is proven worse than one of them, to the best of those. It is proven as soon as it is proven
-    better than each; after the `last` check it stays. The verdict holds the two-sided 90 % interval of the comparison that decided,
-    else of that with its parent. Raises ValueError like gate.judge.
+    better than each; after the `last` check it stays. The verdict holds the two-sided 90 % interval of the comparison that
+    decided, else of that with its parent. Raises ValueError like gate.judge.
 
     Its own rounds say whether the scores hold for this engine. Where they surely fall short, nothing is proven by them.
     """

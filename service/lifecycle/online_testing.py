@@ -1,8 +1,8 @@
 """The level at which the next hypothesis of an endless stream is tested: LORD++ (Ramdas, Yang, Wainwright & Jordan 2017).
 
 Before the first discovery all levels together sum to at most FIRST, so that a stream of candidates that are all noise has any
-promoted with at most that probability, whatever their dependence. Each discovery refills the budget: the expected share of false
-ones among all discoveries stays below SHARE. Pure function of earlier outcomes.
+promoted with at most that probability, whatever their dependence. Each discovery refills the budget: the expected share of
+false ones among all discoveries stays below SHARE. Pure function of earlier outcomes.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ class Watch:
         return ref if adapters.evaluations(ref.id, EvaluationKind.GATE) else None
 
     def blocks_runs(self) -> bool:
-        """Whether a training run should wait for the watch: it is undecided, and neither a day nor a quarter of its answers have
-        passed. A run on top of an undecided adapter is safe: its gate compares it with the base draft as well."""
+        """Whether a training run should wait for the watch: it is undecided, and neither a day nor a quarter of its answers
+        have passed. A run on top of an undecided adapter is safe: its gate compares it with the base draft as well."""
         ref = self.pending()
         if ref is None:
             return False
@@ -103,12 +103,20 @@ class Watch:
                     str(adapter): self._context.adapter_folder(adapter) for adapter in (ref.id, ref.parent, BARE_DRAFT)
                 },
                 generations=fresh,
+                seconds=self._scoring_seconds(ref),
             )
         except OSError as error:
             self.failed(ref, f"the child could not be started: {error}")
             return None
         log.info("adapter %d is compared on %d answers since its promotion", ref.id, len(fresh))
         return WatchJob(self._context, self, ref, child, done=done, last=last)
+
+    def _scoring_seconds(self, ref: AdapterRef) -> float:
+        """How long a check may take: a quarter of what its run took."""
+        if ref.run is None:
+            return 0.0
+        run = self._context.stores.runs.get(ref.run)
+        return 0.0 if run.finished_at is None else (run.finished_at - run.created_at).total_seconds() / 4
 
     def _overdue(self, ref: AdapterRef) -> bool:
         """Whether its watch has lasted so long that no more is to be waited for."""
@@ -167,7 +175,8 @@ class WatchJob:
         return demand.waiting and self._paused_seconds < PAUSED_SECONDS
 
     def pause(self, demand: Demand, strain: str | None) -> None:
-        """Count how long it has been paused. It does not pause for `strain`: a comparison is short, and what serves may be bad."""
+        """Count how long it has been paused. It does not pause for `strain`: a comparison is short, and what serves may be
+        bad."""
         now = self._context.timer()
         if self.yields(demand):
             self._paused_seconds += now - self._polled_at

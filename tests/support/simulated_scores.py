@@ -84,8 +84,8 @@ def requests(
 
 
 class Population:
-    """A large number of simulated texts, from which the texts of many gates are drawn quickly. calls: (texts, 2, K), of the new and
-    the old draft. gain: of the new draft over all of them, at the longest draft length."""
+    """Many simulated texts, from which the texts of many gates are drawn quickly. calls: (texts, 2, K), of the new and the old
+    draft. gain: of the new draft over all of them, at the longest draft length."""
 
     def __init__(self, *, better: float, differ: float, texts: int = 4000, seed: int = 77) -> None:
         both = pair(np.random.default_rng(seed), texts, better=better, differ=differ)
