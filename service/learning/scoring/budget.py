@@ -16,6 +16,8 @@ RUN_SHARE = 0.25
 """Share of a run's time that scoring may take."""
 FEWEST_TOKENS = 2**16
 """Tokens that are scored in any case where `gate.max_tokens` is not set: a short run would leave too few to judge on."""
+LONGEST_SHARE = 1 / 8
+"""A text may have this share of the budget, so that one does not take the place of all others."""
 TIMED_TOKENS = 4096
 """Tokens of the texts by which speed is measured, at most, unless one text alone has more."""
 
@@ -51,20 +53,18 @@ def token_budget(
 
 
 def within_budget(texts: Sequence[Generation], budget: int, seed: int) -> list[Generation]:
-    """As many of the texts as have `budget` tokens together at most, in their order: all, or a systematic sample in the order
-    of their lengths with a random start. Each text that fits alone is drawn with the same probability, so that an estimate from
-    the sample is unbiased: neither long nor short texts are favoured. Texts that alone exceed the budget are left out."""
+    """As many of the texts as have at most `budget` tokens together, in their order: all of them, or a systematic sample in the
+    order of their lengths with a random start. Each text is drawn with the same probability, so that an estimate from the sample
+    favours neither long nor short texts. Where not all fit, texts of more than LONGEST_SHARE of the budget are left out."""
     lengths = np.array([token_count(text) for text in texts], dtype=np.int64)
-    fitting = np.flatnonzero(lengths <= budget)
-    if lengths[fitting].sum() <= budget:
-        return [texts[i] for i in fitting.tolist()]
-    order = fitting[np.argsort(lengths[fitting], kind="stable")]
-    longest_first = lengths[order][::-1]
-    # The largest sample whose worst start, which takes the longest text of each stratum, fits.
-    steps = range(2, len(order) + 1)
-    step = next(step for step in steps if longest_first[::step].sum() <= budget)
+    if lengths.sum() <= budget:
+        return list(texts)
+    fitting = np.flatnonzero(lengths <= LONGEST_SHARE * budget)
+    longest_first = fitting[np.argsort(lengths[fitting], kind="stable")][::-1]
+    # The smallest step whose worst start fits, which takes the longest text of each stratum.
+    step = next((n for n in range(1, len(fitting)) if lengths[longest_first[::n]].sum() <= budget), max(len(fitting), 1))
     start = int(np.random.default_rng(seed).integers(step))
-    chosen = set(order[::-1][start::step].tolist())
+    chosen = set(longest_first[start::step].tolist())
     return [text for i, text in enumerate(texts) if i in chosen]
 
 
