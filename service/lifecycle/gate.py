@@ -81,21 +81,20 @@ def judge(
     guard_level = next_level([one.loss_bounded for one in history if one.loss_bounded is not None])
     unproven = [name for name, part in bounded.items() if part.p_value(-rules.domain_tolerance) > guard_level]
     tested = {"p_value": p_value, "level": level, "loss_bounded": not unproven if bounded else None}
-    test = f"p = {p_value:.2g}, tested at {level:.2g}"
     if p_value > level:
-        return verdict(False, f"not proven better: {gain}; {test}", **tested)
+        return verdict(False, f"not proven better: {gain}; p = {p_value:.2g}, tested at {level:.2g}", **tested)
     if gain.gain < WORTHWHILE:
         return verdict(False, f"too little better: {gain}", **tested)
     for rival, parts in (("", against_parent), (AGAINST_BASE, against_base)):
         if blocked := _surely_worse(parts, rules, seed):
-            names = ", ".join(name or NO_DOMAIN for name in blocked)
-            return verdict(False, f"worse on {names}{rival}: {parts[blocked[0]].gain(rules.bootstrap, seed)}", **tested)
+            names = ", ".join(name or NO_DOMAIN for name in blocked) + rival
+            return verdict(False, f"worse on {names}: {parts[blocked[0]].gain(rules.bootstrap, seed)}", **tested)
     if unproven:
-        names = ", ".join(name or NO_DOMAIN for name in unproven)
+        names = ", ".join(name or NO_DOMAIN for name in unproven) + AGAINST_BASE
         shown = bounded[unproven[0]].gain(rules.bootstrap, seed)
         limit = f"{rules.domain_tolerance:.0%}"
-        return verdict(False, f"may lose more than {limit} on {names}{AGAINST_BASE}: {shown}", **tested)
-    return verdict(True, f"better: {gain}; {test}", **tested)
+        return verdict(False, f"may lose more than {limit} on {names}: {shown}", **tested)
+    return verdict(True, f"better: {gain}; p = {p_value:.2g}, tested at {level:.2g}", **tested)
 
 
 def _parts(candidate: Scored, rival: Scored) -> Mapping[str, Comparison]:
@@ -110,12 +109,13 @@ def _parts(candidate: Scored, rival: Scored) -> Mapping[str, Comparison]:
 
 def _lacking(whole: Comparison, rules: GateSettings) -> str | None:
     """What a verdict needs and the texts do not have; None: nothing."""
-    needed = (
-        (whole.generations, rules.min_prompts, "prompts"),
-        (whole.tokens, rules.min_tokens, "tokens"),
-        (whole.conversations, MIN_CONVERSATIONS, "conversations"),
-    )
-    return next((f"{count} of {least} {noun}" for count, least, noun in needed if count < least), None)
+    if whole.generations < rules.min_prompts:
+        return f"{whole.generations} of {rules.min_prompts} prompts"
+    if whole.tokens < rules.min_tokens:
+        return f"{whole.tokens} of {rules.min_tokens} tokens"
+    if whole.conversations < MIN_CONVERSATIONS:
+        return f"{whole.conversations} of {MIN_CONVERSATIONS} conversations"
+    return None
 
 
 def _surely_worse(parts: Mapping[str, Comparison], rules: GateSettings, seed: int) -> list[str]:

@@ -62,7 +62,9 @@ def within_budget(texts: Sequence[Generation], budget: int, seed: int) -> list[G
     fitting = np.flatnonzero(lengths <= LONGEST_SHARE * budget)
     longest_first = fitting[np.argsort(lengths[fitting], kind="stable")][::-1]
     # The smallest step whose worst start fits, which takes the longest text of each stratum.
-    step = next((n for n in range(1, len(fitting)) if lengths[longest_first[::n]].sum() <= budget), max(len(fitting), 1))
+    step = next(
+        (n for n in range(1, len(fitting)) if lengths[longest_first[::n]].sum() <= budget), max(len(fitting), 1)
+    )
     start = int(np.random.default_rng(seed).integers(step))
     chosen = set(longest_first[start::step].tolist())
     return [text for i, text in enumerate(texts) if i in chosen]
