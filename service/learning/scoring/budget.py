@@ -54,8 +54,9 @@ def token_budget(
 
 def within_budget(texts: Sequence[Generation], budget: int, seed: int) -> list[Generation]:
     """As many of the texts as have at most `budget` tokens together, in their order: all of them, or a systematic sample in the
-    order of their lengths with a random start. Each text is drawn with the same probability, so that an estimate from the sample
-    favours neither long nor short texts. Where not all fit, texts of more than LONGEST_SHARE of the budget are left out."""
+    order of their lengths with a random start. Each text is drawn with the same probability, so that an estimate from the
+    sample favours neither long nor short texts. Where not all fit, texts of more than LONGEST_SHARE of the budget are left
+    out."""
     lengths = np.array([token_count(text) for text in texts], dtype=np.int64)
     if lengths.sum() <= budget:
         return list(texts)
