@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -154,6 +155,23 @@ def doctor(
             "--speed", help="Also load the models (made or fetched first) and time calls and rounds: a minute or more."
         ),
     ] = False,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory",
+            help="Say instead what a Mac with so much memory (such as 16GiB) would get of these models, on this disk or not.",
+        ),
+    ] = None,
+    free: Annotated[
+        str | None,
+        typer.Option(
+            "--free",
+            help="With --memory: what is free of it once the models are loaded; by default what macOS usually leaves.",
+        ),
+    ] = None,
+    device: Annotated[
+        Literal["metal", "cpu"], typer.Option("--device", help="With --memory: cpu computes in float32, as Linux does.")
+    ] = "metal",
     json: Json = None,
 ) -> None:
     """Show device, precision, speed, versions, memory and disk, and what is wrong.
@@ -161,7 +179,8 @@ def doctor(
     Exits with 1 when something keeps `redraft serve` from working (no MLX, a package too old, a database that does not answer,
     a model that is not there or does not fit into memory). What only costs speed is a warning. Where no draft is named, it says
     which one `serve` would get. Of models that are at hand it says, without loading them, what they take of memory, and how
-    long requests can be. With --speed: what target calls and draft steps cost, and from which acceptance rate drafts pay
+    long requests can be. With --memory nothing of this machine counts: it says which context and how many rows a Mac of that size
+    gets, what takes how much, and whether training fits. With --speed: what target calls and draft steps cost, and from which acceptance rate drafts pay
     (docs/tuning.md).
     """
     from service.cli.models import draft_of
@@ -171,6 +190,11 @@ def doctor(
     settings = settings_from(config, models__target=target, models__draft=draft)
     drafting, how = draft_of(settings)
     names = [settings.models.target, *([drafting] if drafting else [])]
+    if memory is not None:
+        _plan(settings, names, memory, free, device, json)
+        return
+    if free is not None:
+        raise typer.BadParameter("goes with --memory", param_hint="--free")
     found = examine(settings.home, names, revision=settings.models.revision)
     try:
         database = describe(settings.database_url)
@@ -211,12 +235,58 @@ def doctor(
         raise typer.Exit(1)
 
 
+def _plan(
+    settings: Settings, names: Sequence[str], memory: str, free: str | None, on: Literal["metal", "cpu"], json: Path | None
+) -> None:
+    """Print what a machine of this size gets. Exits with 1 when nothing can be served."""
+    from service.evaluation.pair_plan import plan_pair
+
+    sizes = _bytes(memory, "--memory"), None if free is None else _bytes(free, "--free")
+    found = plan_pair(names, settings, memory=sizes[0], free=sizes[1], on=on)
+    plan, row, training = found.plan, found.plan.budget.row, found.training
+    rows = [
+        ("memory", _size(found.memory)),
+        ("weights", _size(found.weights)),
+        ("free once they are loaded", _size(found.free)),
+        ("freed memory held for reuse, at most", _size(plan.cache)),
+        ("activations of a prefill, about", _size(plan.activations)),
+        ("adapters folded into the draft, two at most", _size(plan.adapters)),
+        ("requests and cached prefixes, at most", _size(plan.budget.size)),
+        ("a token of a request", _size(row.first + row.scores)),
+        ("a request, whatever its length", _size(row.fixed)),
+        ("tokens of a request, at most", f"{found.context:,}"),
+        ("requests of 4,096 tokens together", str(found.rows)),
+    ]
+    if training is not None:
+        fits = "fits beside an idle server" if training.fits else "does not fit"
+        rows.append(
+            ("training", f"{fits}: {training.batch} x {training.length} tokens, {_size(training.peak_bytes)}")
+        )
+    table("redraft doctor", ("what", " + ".join(names)), rows)
+    for line in found.assumed:
+        out.print(f"assumed: {line}", highlight=False)
+    if plan.problem is not None:
+        out.print(f"! {plan.problem}", style="red", highlight=False)
+    write_json(json, found.as_json())
+    if plan.problem is not None:
+        raise typer.Exit(1)
+
+
+def _bytes(text: str, option: str) -> int:
+    """Bytes of a size such as "16GiB", "16 GB" (10^9) or "512MiB"; a number alone is GiB."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:(T|G|M)(i?)B?)?\s*", text, re.IGNORECASE)
+    if found is None:
+        raise typer.BadParameter(f"{text!r} is no size: write it as 16GiB", param_hint=option)
+    number, prefix, binary = found.groups()
+    power = {"M": 2, "G": 3, "T": 4}[(prefix or "G").upper()]
+    return int(float(number) * (1024 if binary or not prefix else 1000) ** power)
+
+
 def _memory(settings: Settings, names: Sequence[str], free: int) -> dict[str, int] | None:
     """What serving these models takes, in bytes, printed as a table; None where they are not at hand. free: bytes of the
     device's memory."""
     from service.engine.device import cache_limit
     from service.engine.footprint import plan_memory, weight_bytes
-    from service.engine.strategy import current
     from service.learning.loading import training_bytes
     from service.models.machine import folders_at_hand
     from service.models.pair import unread_pair
@@ -236,10 +306,13 @@ def _memory(settings: Settings, names: Sequence[str], free: int) -> dict[str, in
     weights, engine = weight_bytes(*models), settings.engine
     plan = plan_memory(
         *models,
-        max(free - weights - cache_limit(), 0),
+        max(free - weights, 0),
+        cache=cache_limit(),
         kv_mb=engine.kv_budget_mb,
         prefix_mb=engine.prefix_cache_mb,
         chunk=engine.prefill_chunk,
+        proposed=max(engine.num_draft_tokens, engine.num_lookup_tokens),
+        learns=needed > 0,
         training=needed,
     )
     budget, row = plan.budget, plan.budget.row
@@ -249,8 +322,9 @@ def _memory(settings: Settings, names: Sequence[str], free: int) -> dict[str, in
         "kv": budget.size,
         "activations": plan.activations,
         "adapters": plan.adapters,
+        "row": row.fixed,
         "prefix": plan.prefix,
-        "cache_limit": cache_limit(),
+        "cache_limit": plan.cache,
         "training": needed,
         "total_free": free,
     }
@@ -258,14 +332,15 @@ def _memory(settings: Settings, names: Sequence[str], free: int) -> dict[str, in
     rows = [
         ("free", _size(free)),
         ("weights", _size(memory["weights"])),
-        ("prefix cache, at most", _size(min(memory["prefix"], budget.size) if current().paged else memory["prefix"])),
-        ("training meanwhile, at most", _size(memory["training"])),
+        ("a training run, while there is one, at most", _size(memory["training"])),
         ("activations of a prefill, about", _size(plan.activations)),
         ("adapters folded into the draft, two at most", _size(plan.adapters)),
         ("freed memory held for reuse, at most", _size(memory["cache_limit"])),
         ("a token of a request", _size(row.first)),
         *((f"behind {most:,} tokens, for windows are full", _size(row.position)) for most in windows),
-        ("keys and values of all requests, at most", _size(budget.size)),
+        ("a request, whatever its length", _size(row.fixed)),
+        ("requests and cached prefixes, at most", _size(budget.size)),
+        ("of which cached prefixes, at most", _size(min(memory["prefix"], budget.size))),
         *(
             (f"tokens that fit for each of {n} requests", f"{budget.longest(n):,}")
             for n in (1, settings.engine.max_rows)

@@ -9,10 +9,10 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from service.engine import activations, device
+from service.engine import device
 from service.engine.activations import TIMES, Activations
 from service.engine.kv.cache import RowCache
-from service.engine.strategy import CPU, CUDA, METAL, Strategy, using
+from service.engine.strategy import CPU, CUDA, METAL, Strategy, current, using
 from service.engine.target import Target
 from tests.support.families import IDENTICAL, RECURRENT, build
 from tests.support.oracle import tiny_llama
@@ -123,7 +123,7 @@ def test_small_calls_are_not_waited_for_until_they_are_many(events: list[tuple[s
 
 
 @pytest.mark.parametrize("way", [CPU, METAL, CUDA], ids=["CPU", "Metal", "CUDA"])
-def test_parts_give_what_a_call_gives(way: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_give_what_a_call_gives(way: Strategy) -> None:
     way = replace(way, part=1)
     with using(way):
         target, tokens = Target(tiny_llama(0), None), mx.array([[5, 9, 3, 70, 2, 8]])

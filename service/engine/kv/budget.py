@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -111,7 +112,7 @@ class Budget:
         return _pages(self._pools, self.size, self._chunk)
 
     def longest(self, rows: int = 1) -> int:
-        """Positions of each of so many rows that fit together, in steps of an eighth or STEP; LONGEST at most."""
+        """Positions of each of so many rows that fit together, in steps of STEP; LONGEST at most."""
         return _longest(lambda positions: self._share([positions] * rows) <= 1)
 
     def rows_of(self, positions: int, most: int) -> int:
@@ -178,12 +179,9 @@ def _pages(pools: tuple[PoolRow, ...], size: int, chunk: int) -> tuple[int, ...]
 
 
 def _longest(fits: Callable[[int], bool]) -> int:
-    """The most positions that fit, in steps of an eighth or STEP; LONGEST at most."""
-    most, step = 0, STEP
-    while most < LONGEST and fits(most + step):
-        most += step
-        step = max(STEP, most // STEP // 8 * STEP)
-    return most
+    """The most positions that fit, in steps of STEP; LONGEST at most."""
+    steps = range(1, LONGEST // STEP + 1)
+    return bisect_left(steps, True, key=lambda n: not fits(n * STEP)) * STEP
 
 
 def pages_of(lengths: Iterable[int]) -> int:
