@@ -33,6 +33,7 @@ from service.engine.kv.budget import Budget
 from service.engine.kv.prefix import PrefixCache
 from service.engine.prefill import Pace
 from service.engine.preflight import check_rows
+from service.engine.strategy import current
 from service.engine.thread import EngineThread
 from service.learning import practice_text
 from service.learning.loading import training_bytes

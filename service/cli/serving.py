@@ -179,9 +179,9 @@ def doctor(
     Exits with 1 when something keeps `redraft serve` from working (no MLX, a package too old, a database that does not answer,
     a model that is not there or does not fit into memory). What only costs speed is a warning. Where no draft is named, it says
     which one `serve` would get. Of models that are at hand it says, without loading them, what they take of memory, and how
-    long requests can be. With --memory nothing of this machine counts: it says which context and how many rows a Mac of that size
-    gets, what takes how much, and whether training fits. With --speed: what target calls and draft steps cost, and from which acceptance rate drafts pay
-    (docs/tuning.md).
+    long requests can be. With --memory nothing of this machine counts: it says which context and how many rows a Mac of that
+    size gets, what takes how much, and whether training fits. With --speed: what target calls and draft steps cost, and from
+    which acceptance rate drafts pay (docs/tuning.md).
     """
     from service.cli.models import draft_of
     from service.models.machine import examine
@@ -227,16 +227,21 @@ def doctor(
         out.print(f"warning: {warning}", style="yellow", highlight=False)
     if not found.problems and not found.warnings:
         out.print("nothing is wrong", style="green")
-    memory = None if found.device_memory_free is None else _memory(settings, names, found.device_memory_free)
+    sizes = None if found.device_memory_free is None else _memory(settings, names, found.device_memory_free)
     timed = _speed(settings) if speed and not found.problems else None
-    more = {"database": database, "memory": memory, "speed": timed}
+    more = {"database": database, "memory": sizes, "speed": timed}
     write_json(json, asdict(found) | {name: each for name, each in more.items() if each is not None})
     if found.problems:
         raise typer.Exit(1)
 
 
 def _plan(
-    settings: Settings, names: Sequence[str], memory: str, free: str | None, on: Literal["metal", "cpu"], json: Path | None
+    settings: Settings,
+    names: Sequence[str],
+    memory: str,
+    free: str | None,
+    on: Literal["metal", "cpu"],
+    json: Path | None,
 ) -> None:
     """Print what a machine of this size gets. Exits with 1 when nothing can be served."""
     from service.evaluation.pair_plan import plan_pair
@@ -259,9 +264,7 @@ def _plan(
     ]
     if training is not None:
         fits = "fits beside an idle server" if training.fits else "does not fit"
-        rows.append(
-            ("training", f"{fits}: {training.batch} x {training.length} tokens, {_size(training.peak_bytes)}")
-        )
+        rows.append(("training", f"{fits}: {training.batch} x {training.length} tokens, {_size(training.peak_bytes)}"))
     table("redraft doctor", ("what", " + ".join(names)), rows)
     for line in found.assumed:
         out.print(f"assumed: {line}", highlight=False)

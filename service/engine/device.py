@@ -60,8 +60,9 @@ def cache_limit(total: int | None = None) -> int:
 
 
 def limit_cache(size: int | None = None) -> None:
-    """Bound (to `size` bytes; None: `cache_limit`) what MLX holds of freed memory. Unbounded, it is all of the device's memory but a part, and another process on it,
-    such as the one that trains, finds none (MLX's mlx/backend/cuda/allocator.cpp does not free its cache for others)."""
+    """Bound what MLX holds of freed memory to `size` bytes; None: `cache_limit`. Unbounded, it is all of the device's memory
+    but a part, and another process on it, such as the one that trains, finds none: MLX's allocator does not free its cache for
+    others (mlx/backend/cuda/allocator.cpp)."""
     mx.set_cache_limit(cache_limit() if size is None else size)
 
 

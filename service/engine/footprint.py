@@ -12,20 +12,19 @@ from service.engine.activations import Activations, argument
 from service.engine.folding import folded_bytes
 from service.engine.kv.budget import Budget, PoolRow, RowBytes, prefix_bytes
 from service.engine.kv.cache import RowCache
-from service.engine.kv.rectangle_layer import RectangleLayer
 from service.engine.kv.groups import most_held
 from service.engine.kv.pages import Pages
+from service.engine.kv.rectangle_layer import RectangleLayer
 from service.engine.strategy import BURST, PAGE, current
 from service.engine.target import Target
 from service.models.arrays import named_arrays
 
-
 STATES = 3
-"""Times the size of a recurrent state that a row takes: the state, the one that it can be restored to, and the next one while it
-is computed."""
+"""Times the size of a recurrent state that a row takes: the state, the one that it can be restored to, and the next one while
+it is computed."""
 LOGITS = 4
-"""Arrays as wide as the vocabulary that a round holds for each token it verifies or drafts: logits, their distribution, and what
-sampling and evidence make of them."""
+"""Arrays as wide as the vocabulary that a round holds for each token it verifies or drafts: logits, their distribution, and
+what sampling and evidence make of them."""
 SCORES = 3
 """Arrays of attention scores that exist at a time where no kernel computes attention in one pass."""
 FUSED_DIMS = frozenset({64, 80, 128})
@@ -57,9 +56,7 @@ class MemoryPlan:
         if current().paged and size > (free := self.left + self.adapters):
             return f"engine.kv_budget_mb asks for {size >> 20} MiB of the device's memory, and {free >> 20} are free"
         if self.budget.longest() == 0:
-            return (
-                f"{size >> 20} MiB are left for keys and values, too little for a request: see engine.kv_budget_mb"
-            )
+            return f"{size >> 20} MiB are left for keys and values, too little for a request: see engine.kv_budget_mb"
         return None
 
 
@@ -78,8 +75,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """Divide the bytes that are free once the models are loaded as the settings ask. cache: `device.cache_limit`. kv_mb,
     prefix_mb, chunk: `engine.kv_budget_mb`, `engine.prefix_cache_mb` and `engine.prefill_chunk`. proposed: tokens that a round
-    verifies of a row besides one, at most. learns: adapters are trained. training: bytes that are set aside for a run where rows
-    are in pages (`usable`). Raises PairError."""
+    verifies of a row besides one, at most. learns: adapters are trained. training: bytes set aside for a run where rows are in
+    pages (`usable`). Raises PairError."""
     if not current().paged:
         cache = min(cache, int(CACHE_SHARE * free))
     tokens = BURST * (chunk or current().prefill_chunk)

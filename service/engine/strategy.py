@@ -58,7 +58,8 @@ class Strategy:
     to draft. prefill_padding: padding allowed in a call over prompts of different lengths, as a share of their tokens. replay:
     model calls over few tokens a row are traced and replayed. most_folded: bytes of an unquantised matrix up to which an
     adapter is folded into a draft's quantised one; None: of any size. most_uncopied: tokens of a call up to which MLX
-    multiplies by quantised matrices as they are; for more it makes copies of them at full width; None: never. part: bytes of activations that are launched at a time (`activations`)."""
+    multiplies by quantised matrices as they are; for more it makes copies of them at full width; None: never.
+    part: bytes of activations that are launched at a time (`activations`)."""
 
     launch_steps: bool
     ask_confidence: bool

@@ -41,8 +41,8 @@ class TrainingOutlook:
 @dataclass(frozen=True, slots=True)
 class PairPlan:
     """Sizes in bytes. memory: of the machine. free: left of it once the weights are loaded. context: tokens of a prompt and its
-    answer, at most. rows: requests of ROW tokens that fit together. training: None without a draft. assumed: what is taken to be
-    so, in words."""
+    answer, at most. rows: requests of ROW tokens that fit together. training: None without a draft. assumed: what is taken
+    to be so, in words."""
 
     memory: int
     free: int
@@ -78,8 +78,8 @@ class PairPlan:
 def plan_pair(
     names: Sequence[str], settings: Settings, *, memory: int, free: int | None = None, on: Device = "metal"
 ) -> PairPlan:
-    """The plan of a server on a machine with `memory` bytes, rows in rectangles. names: the target, and the draft where there is
-    one (`catalog.resolve`). free: bytes that are free once the weights are loaded; None: as `assumed_bytes` has it. on: Metal
+    """The plan of a server on a machine with `memory` bytes, rows in rectangles. names: the target, and the draft where there
+    is one (`catalog.resolve`). free: bytes left once the weights are loaded; None: as `assumed_bytes` has it. on: Metal
     runs weights as they are stored, a CPU in float32. Raises ModelError for a model that is neither on this disk nor known."""
     engine, training = settings.engine, settings.training
     with using(METAL if on == "metal" else CPU):

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import psutil
 
-
 OTHERS = 6 * 2**30
 """Bytes that macOS and other programs are taken to hold on a machine of which only the size is known."""
 _SMALL, _SMALL_SHARE, _LARGE_SHARE = 36 * 2**30, 2 / 3, 3 / 4

@@ -126,7 +126,7 @@ def model_of(config: Mapping[str, Any], dtype: mx.Dtype) -> nn.Module:
     if eagle.is_eagle_config(config):
         raise ModelError("an EAGLE head has no sizes of its own: its weights have to be on this disk")
     try:
-        model_class, arguments = cast("tuple[Any, Any]", _get_classes(config))
+        model_class, arguments = _get_classes(config)
         model = cast("nn.Module", model_class(arguments.from_dict(config)))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"mlx-lm has no model of this config.json: {error}") from error

@@ -35,7 +35,6 @@ from tests.engine.test_thread import (
 from tests.support.oracle import noisy_copy, tiny_llama
 from tests.support.pages import cached, rows_pages, taken
 
-
 GROWING = 2
 """Times the size of a batch that is a single part (`buffers.PART`) while it grows."""
 
@@ -296,8 +295,8 @@ def test_what_fits(way: Strategy) -> None:
 
 
 def test_what_fits_in_rectangles() -> None:
-    """Every row takes as many positions as the longest, and growing takes the whole batch again where it is one part. A prompt in
-    prefill has buffers beside all slots of the batch."""
+    """Every row takes as many positions as the longest, and growing takes the whole batch again where it is one part. A prompt
+    in prefill has buffers beside all slots of the batch."""
     budget = Budget(size=2 * 10 * 1024 * 7, row=RowBytes(7))
     with using(CPU):
         assert budget.fits([1024] * 7) and not budget.fits([1024] * 9) and budget.fits([1024] * 4, [1024] * 4)
@@ -315,11 +314,15 @@ def test_growing_takes_a_part_of_the_layers_and_every_row_its_states() -> None:
         budget = Budget(2**40, row)
         assert budget.bytes_of([2**14]) == 2**30 + PART + 1000 + 100 * 2**14
         five = 5 * 2**30 + 5 * 2**26
-        assert budget.bytes_of([2**14] * 3, [2**14]) == five + 4 * 1000 + 100 * 2**14, "a layer of five slots is above PART"
+        assert budget.bytes_of([2**14] * 3, [2**14]) == five + 4 * 1000 + 100 * 2**14, (
+            "a layer of five slots is above PART"
+        )
         assert budget.bytes_of([]) == 0 and budget.left([2**14]) == 2**40 - budget.bytes_of([2**14])
         assert Budget(3 * budget.bytes_of([2**14]), row).rows_of(2**14, 16) == 3
         window = RowBytes(0, windows=((256, 10),))
-        assert Budget(1, window).bytes_of([], [1024]) == 2 * 10 * (256 + CPU.prefill_chunk), "beside the window its chunk"
+        assert Budget(1, window).bytes_of([], [1024]) == 2 * 10 * (256 + CPU.prefill_chunk), (
+            "beside the window its chunk"
+        )
 
 
 def test_what_fits_in_pages() -> None:

@@ -13,22 +13,22 @@ from service.engine.strategy import PAGE, STEP, current
 HEADROOM = STEP
 """Positions that must be free behind the longest row for a request to be admitted: a first share of its answer."""
 USABLE, USABLE_PAGED = 0.95, 0.9
-"""Share of the memory that is free once models are loaded that rows and cached prefixes may take, in rectangles and in pages. The
-rest is for what is not counted: masks, small arrays, in pages also logits and pages that are gathered."""
+"""Share of the memory that is free once models are loaded that rows and cached prefixes may take, in rectangles and in pages.
+The rest is for what is not counted: masks, small arrays, in pages also logits and pages that are gathered."""
 LONGEST = 2**30
 """Positions of a row that has no end: of a model whose layers are all recurrent."""
 
 
 def prefix_bytes(asked_mb: int | None, free: int) -> int:
-    """Bytes that the prefix cache may take of `free`. asked_mb: `engine.prefix_cache_mb`; None: all that rows leave, to which it
-    gives way."""
+    """Bytes that the prefix cache may take of `free`. asked_mb: `engine.prefix_cache_mb`; None: all that rows leave, to which
+    it gives way."""
     return free if asked_mb is None else asked_mb * 2**20
 
 
 def usable(free: int, *, training: int) -> int:
-    """Bytes for rows and cached prefixes where so many are free once the weights are loaded. training: bytes of a run. In pages,
-    which take all of their memory at the start, they are set aside, up to half of what is free; in rectangles a run takes what is
-    free when it starts."""
+    """Bytes for rows and cached prefixes where so many are free once the weights are loaded. training: bytes of a run.
+    Pages take all of their memory at the start: there a run's is set aside, up to half of what is free. In rectangles a run
+    takes what is free when it starts."""
     if not current().paged:
         return int(USABLE * free)
     return int(USABLE_PAGED * (free - min(training, free // 2)))
@@ -99,9 +99,7 @@ class Budget:
     chunk: int | None = None
 
     @classmethod
-    def of(
-        cls, asked_mb: int, free: int, *, training: int, row: RowBytes, chunk: int | None = None
-    ) -> Budget:
+    def of(cls, asked_mb: int, free: int, *, training: int, row: RowBytes, chunk: int | None = None) -> Budget:
         """As `engine.kv_budget_mb` asks for (0: what is `usable` of the free bytes)."""
         return cls(asked_mb * 2**20 or usable(free, training=training), row, chunk)
 

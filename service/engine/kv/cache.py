@@ -165,8 +165,8 @@ class RowCache:
 
     def join(self, others: Sequence[RowCache], counts: Sequence[int], slots: Sequence[int], size: int) -> None:
         """Move the first counts[i] rows of each of these caches of the same model into these slots of `size` rows, which the
-        cache then has. Slots that were not there and get no row are empty. With recurrent states, rows can only be appended. The
-        other caches are empty afterwards."""
+        cache then has. Slots that were not there and get no row are empty. With recurrent states, rows can only be appended.
+        The other caches are empty afterwards."""
         have = len(self.lengths.host)
         self.storage.join([cache.storage for cache in others], counts, slots, size)
         for i, state in enumerate(self.states):
