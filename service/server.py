@@ -276,7 +276,8 @@ class Application:
             if pair.draft is not None:
                 check_rows(pair.draft.model, "draft")
         base = served(pair.draft) if pair.draft is not None else None
-        free, total = device_free_bytes() + device.memory().cache, int(settings.engine.memory_gb * 2**30)
+        free = max(device_free_bytes() + device.memory().cache, 0)
+        total = int(settings.engine.memory_gb * 2**30)
         if total and not current().paged:
             free = min(free, max(assumed_bytes(total) - _weights(pair), 0))
         plan = self._memory_plan(folders, pair, free, device.cache_limit(total or None))

@@ -326,6 +326,7 @@ def _memory(settings: Settings, names: Sequence[str], free: int) -> dict[str, in
         "activations": plan.activations,
         "adapters": plan.adapters,
         "row": row.fixed,
+        "scores_per_token": row.scores,
         "prefix": plan.prefix,
         "cache_limit": plan.cache,
         "training": needed,
