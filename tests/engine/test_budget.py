@@ -17,6 +17,7 @@ from service.engine.kv.budget import LONGEST, Budget, RowBytes, prefix_bytes, us
 from service.engine.kv.buffers import PART
 from service.engine.kv.cache import RowCache
 from service.engine.kv.pool import FIRST_PAGES, Page
+from service.engine.kv.prefix import PrefixCache
 from service.engine.request import Request
 from service.engine.scheduler import Scheduler
 from service.engine.strategy import CPU, CUDA, METAL, PAGE, STEP, Strategy, current, using
@@ -320,9 +321,7 @@ def test_growing_takes_a_part_of_the_layers_and_every_row_its_states() -> None:
         assert budget.bytes_of([]) == 0 and budget.left([2**14]) == 2**40 - budget.bytes_of([2**14])
         assert Budget(3 * budget.bytes_of([2**14]), row).rows_of(2**14, 16) == 3
         window = RowBytes(0, windows=((256, 10),))
-        assert Budget(1, window).bytes_of([], [1024]) == 2 * 10 * (256 + CPU.prefill_chunk), (
-            "beside the window its chunk"
-        )
+        assert Budget(1, window).bytes_of([], [1024]) == 10 * (256 + CPU.prefill_chunk) + 10 * 256, "its chunk, too"
 
 
 def test_what_fits_in_pages() -> None:
@@ -360,6 +359,58 @@ def test_a_request_by_itself_has_room_as_long_as_any_may_become(way: Strategy) -
         longest = made.memory.budget.longest()
         assert longest > STEP and made.memory.has_room([longest]) and made.memory.has_room([longest - STEP // 2])
         assert not made.memory.has_room([longest, longest])
+
+
+def test_a_prompts_buffers_are_made_once() -> None:
+    """At the first chunk, for the prompt and a share of its answer."""
+    with using(CPU):
+        made = decoder.Decoder(tiny_llama(0), None, vocabulary=97, k=0, prefill_chunk=32)
+        (asked,) = long_prompts(1, 300)
+        asked = replace(asked, tokens=(*range(4, 96), *asked.tokens) * 3)
+        row = Request("0", asked, frozenset(), None)
+        prefill, shapes = made.start_prefill(row), set[tuple[int, ...]]()
+        while not made.prefill(prefill):
+            shapes |= {array.shape for array in prefill.target_cache.arrays()}
+        expected = CPU.capacity(len(asked.tokens) + STEP)
+        assert made.memory.reserved(row) == len(asked.tokens) + STEP and len(asked.tokens) > 2 * STEP
+        assert {shape[2] for shape in shapes} == {expected}
+        made.join([prefill])
+        assert {array.shape[2] for array in made.batch.cache.arrays()} == {expected}
+        short = replace(asked, sampling=replace(asked.sampling, max_tokens=3))
+        assert made.memory.reserved(Request("1", short, frozenset(), None)) == len(asked.tokens) + 3
+
+
+def test_a_prefill_that_joined_holds_nothing() -> None:
+    with using(CPU):
+        made = decoder.Decoder(tiny_llama(0), None, vocabulary=97, k=0)
+        prefills = [
+            made.start_prefill(Request(str(i), one, frozenset(), None)) for i, one in enumerate(long_prompts(2, 8))
+        ]
+        for prefill in prefills:
+            while not made.prefill(prefill):
+                pass
+            made.join([prefill])
+        assert [prefill.target_cache.arrays() for prefill in prefills] == [[], []]
+
+
+def test_cached_prefixes_give_way_to_rows_in_rectangles() -> None:
+    """They may take what rows leave, and are evicted when a request needs the room."""
+    with using(CPU):
+        model, row = tiny_llama(0), of_keys_and_values(tiny_llama(0), None)
+        made = decoder.Decoder(model, None, vocabulary=97, k=0, prefix=PrefixCache(2**40))
+        size = 12 * STEP * row.first
+        made.memory.limit(Budget(size, row))
+        prefix = made.batch.prefix
+        assert prefix is not None
+        for i in range(8):
+            tokens = tuple(4 + (i + j) % 90 for j in range(2 * STEP))
+            made.admit(Request(str(i), Prompt(tokens, Sampling(max_tokens=2)), frozenset(), None))
+            while made.unfinished:
+                made.round()
+        held, budget = prefix.nbytes, made.memory.budget
+        assert budget is not None and 4 * STEP * row.first <= held <= size
+        assert made.memory.has_room([5 * STEP])
+        assert prefix.nbytes <= size - budget.bytes_of([], [5 * STEP]) < held
 
 
 def test_a_model_whose_rows_do_not_grow_has_no_longest() -> None:
