@@ -8,10 +8,12 @@ import mlx.nn as nn
 import pytest
 
 from service.core import Prompt, Sampling, python_command
+from service.engine import device
 from service.engine.adapters import bare
 from service.engine.decoder import Decoder
 from service.engine.footprint import plan_memory, row_bytes
 from service.engine.kv import budget, rectangles
+from service.engine.kv.cache import RowCache
 from service.engine.request import Request
 from service.models.shapes import model_of
 from tests.support.eagle_models import plain_llama, tiny_head
@@ -71,6 +73,21 @@ def test_rows_in_rectangles_take_what_is_planned(rows: int, length: int, monkeyp
     measured = mx.get_peak_memory() - before
     planned = plan.activations + plan.budget.bytes_of([length + length // 4] * rows)
     assert 0.6 * planned < measured <= 1.05 * planned, (measured / 2**20, planned / 2**20)
+
+
+@pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="rows are in rectangles on a CPU")
+def test_a_batch_grows_a_part_of_the_layers_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is waited for between parts; a batch that is one part waits for nothing."""
+    model = llama(4)
+    for part, waits in ((1, 3), (2**40, 0)):
+        monkeypatch.setattr(rectangles, "PART", part)
+        cache = RowCache(model, 1)
+        mx.eval(model(mx.zeros((1, 8), dtype=mx.int32), cache=cache.layers))
+        cache.commit(8)
+        with device.counting() as counts:
+            cache.make_room(600)
+        assert counts.waits == waits
+        assert {array.shape[2] for array in cache.arrays()} == {640 if waits else 128}
 
 
 def _request(name: str, length: int, answer: int) -> Request:
