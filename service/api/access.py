@@ -51,7 +51,7 @@ ROUTES: Mapping[tuple[str, str], Access] = {
     ("GET", "/requests"): Access.OPERATOR,
     ("DELETE", "/requests/{id}"): Access.OPERATOR,
     ("GET", "/adapters"): Access.LOCAL,
-    ("DELETE", "/adapters/{id}"): Access.LOCAL,
+    ("DELETE", "/adapters/{id}/files"): Access.LOCAL,
     ("POST", "/adapters/{id}/activate"): Access.LOCAL,
     ("POST", "/adapters/rollback"): Access.LOCAL,
     ("DELETE", "/generations"): Access.OPERATOR,

@@ -1,4 +1,4 @@
-"""Versions of the draft's adapter: GET /adapters, DELETE /adapters/{id}, POST /adapters/{id}/activate, /adapters/rollback."""
+"""The versions of the draft's adapter: which there are, which one serves, and deleting their files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def adapter_routes(service: GenerationService, operator: Operator, threads: Capa
         """Make this version the active one from the next round on; 0 is the bare draft."""
         return _switched(await to_thread.run_sync(operator.activate, adapter_id, limiter=threads))
 
-    @router.delete("/adapters/{id}")
+    @router.delete("/adapters/{id}/files")
     async def remove(adapter_id: AdapterId) -> AdapterAnswer:
         """Delete the files of a version that does not serve; 409 for the active one."""
         return AdapterAnswer.model_validate(

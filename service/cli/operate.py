@@ -189,7 +189,7 @@ def remove(
     url: Url = LOCAL,
 ) -> None:
     """Delete the files of an adapter version. It cannot serve any more; its run and verdict stay on record."""
-    ask(url, "DELETE", f"/adapters/{adapter}")
+    ask(url, "DELETE", f"/adapters/{adapter}/files")
     out.print(f"the files of adapter {adapter} are deleted")
 
 

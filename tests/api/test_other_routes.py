@@ -412,8 +412,8 @@ def test_the_schema_names_every_route_and_the_error_shape(http: httpx.Client) ->
     assert sorted(schema["paths"]) == [
         "/adapters",
         "/adapters/rollback",
-        "/adapters/{id}",
         "/adapters/{id}/activate",
+        "/adapters/{id}/files",
         "/cases",
         "/events",
         "/generate",
