@@ -36,8 +36,9 @@ CLIENT = [
     "POST /v1/messages/count_tokens", "GET /v1/models", "GET /v1/models/{id:path}",
 ]  # fmt: skip
 LOCAL = [
-    "GET /metrics", "POST /train", "GET /train/{id}", "GET /adapters", "DELETE /adapters/{id}/files", "POST /adapters/{id}/activate",
-    "POST /adapters/rollback", "GET /runs", "GET /runs/{id}", "DELETE /runs/{id}", "GET /events", "GET /history",
+    "GET /metrics", "POST /train", "GET /train/{id}", "GET /adapters", "DELETE /adapters/{id}/files",
+    "POST /adapters/{id}/activate", "POST /adapters/rollback",
+    "GET /runs", "GET /runs/{id}", "DELETE /runs/{id}", "GET /events", "GET /history",
     "GET /practice", "PUT /practice",
 ]  # fmt: skip
 OPERATOR = ["DELETE /generations", "GET /requests", "DELETE /requests/{id}", "GET /cases"]
