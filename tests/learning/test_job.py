@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,6 +62,13 @@ def logged_pair(tmp_path_factory: pytest.TempPathFactory) -> LoggedPair:
     return make_logged_pair(tmp_path_factory.mktemp("logged_pair"), REDUCED)
 
 
+def assert_same_scores(sent: Sequence[Message], expected: Sequence[Score]) -> None:
+    """Up to the rounding of calls that compute other numbers of logits at once."""
+    found = [Score(**(each | {"calls": tuple(each["calls"])})) for each in sent]
+    assert [replace(each, calls=()) for each in found] == [replace(each, calls=()) for each in expected]
+    assert np.allclose([each.calls for each in found], [each.calls for each in expected], rtol=1e-6)
+
+
 @BY_NIGHT
 def test_a_run_from_claim_to_scores(home: Home, logged_pair: LoggedPair) -> None:
     spec = home.spec()
@@ -101,9 +108,7 @@ def test_a_run_from_claim_to_scores(home: Home, logged_pair: LoggedPair) -> None
     assert all(split_of(g.prompt.first_user) == "held_out" for g in held_out)
     bare = load_model(logged_pair.draft).model
     cut(bare, REDUCED)
-    assert [Score(**(s | {"calls": tuple(s["calls"])})) for s in scores["scores"]["0"]] == score(
-        bare, held_out, k=3, vocabulary=VOCABULARY
-    )
+    assert_same_scores(scores["scores"]["0"], score(bare, held_out, k=3, vocabulary=VOCABULARY))
     adapted = load_adapters(bare, str(folder))
     # Tokens of the training texts come first in the new reduced vocabulary, which keeps its size.
     learnt = vocabulary.read(folder)

@@ -117,7 +117,12 @@ def test_messages_after_the_last_one_are_ignored(tmp_path: Path) -> None:
         ("print('[1, 2]', flush=True); import sys; sys.stdin.read()", RunState.CRASHED, "unreadable"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", RunState.OUT_OF_MEMORY, "memory is short"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", RunState.ENDED, "ended by SIGTERM"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGHUP)", RunState.ENDED, "ended by SIGHUP"),
+        (
+            # Under nohup it would be ignored.
+            "import os, signal; signal.signal(signal.SIGHUP, signal.SIG_DFL); os.kill(os.getpid(), signal.SIGHUP)",
+            RunState.ENDED,
+            "ended by SIGHUP",
+        ),
     ],
 )
 def test_an_exit_without_a_final_message_says_how_the_child_ended(
