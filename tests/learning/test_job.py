@@ -64,7 +64,10 @@ def logged_pair(tmp_path_factory: pytest.TempPathFactory) -> LoggedPair:
 
 def assert_same_scores(sent: Sequence[Message], expected: Sequence[Score]) -> None:
     """Up to the rounding of calls that compute other numbers of logits at once."""
-    found = [Score(**(each | {"calls": tuple(each["calls"])})) for each in sent]
+    found: list[Score] = []
+    for each in sent:
+        given: Message = {**each, "calls": tuple(each["calls"])}
+        found.append(Score(**given))
     assert [replace(each, calls=()) for each in found] == [replace(each, calls=()) for each in expected]
     assert np.allclose([each.calls for each in found], [each.calls for each in expected], rtol=1e-6)
 
