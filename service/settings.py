@@ -225,13 +225,17 @@ class GateSettings(Section):
     """Their output tokens needed for a verdict."""
     max_prompts: int = Field(default=200, ge=1)
     """The newest held-out prompts that a candidate is scored on, and as many texts of the golden set."""
+    max_tokens: int | None = Field(default=None, ge=1024)
+    """Tokens, of prompts and outputs, that a gate or one check of the watch scores, counted once for each adapter. Unset: as
+    many as take a quarter of the run's time by measured speed, but at least 65,536 and those of `min_prompts` prompts."""
     domain_tolerance: Share = 0.02
-    """A domain blocks when its gain lies below minus this, and surely below 0."""
+    """What a candidate may lose on one domain or the golden set: against its parent, where it is surely worse; against the base
+    draft, by the upper confidence limit of the loss where there are 60 conversations or more."""
     bootstrap: int = Field(default=2_000, ge=100)
     """Resamples from which the confidence bounds are computed."""
     watch_generations: int = Field(default=200, ge=1)
-    """New generations after a promotion on which the adapter is compared with its parent and the bare draft: after a
-    sixteenth, a quarter, a half and all of them, until it is decided."""
+    """New generations after a promotion on which the adapter is compared with its parent and the base draft: after a
+    sixteenth, an eighth, a quarter, a half and all of them, until it is decided. Runs wait for a quarter of them, or a day."""
     backoff_seconds: float = Field(default=1800.0, ge=0)
     """No run starts by itself for so long after an adapter was rolled back; twice as long after each one more in a row, at most
     32 times."""

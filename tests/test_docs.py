@@ -24,6 +24,7 @@ TEXT = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for 
 DEFAULTS = (ROOT / "configs" / "default.toml").read_text(encoding="utf-8")
 
 UNSET = {
+    "gate.max_tokens",
     "engine.prefix_cache_mb",
     "engine.prefix_cache_dir",
     "models.draft",

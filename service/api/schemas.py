@@ -224,6 +224,13 @@ class VerdictAnswer(ResponseModel):
     domains: dict[str, tuple[Finite, Finite, Finite]]
     measured_on: list[str]
     """Kinds of machines whose measured costs had a say."""
+    p_value: Finite | None
+    """Of the hypothesis that the candidate is no better; null where nothing was tested."""
+    level: Finite | None
+    """The largest p-value that was promoted, by what earlier gates have used of the budget."""
+    loss_bounded: bool | None
+    """Whether the loss against the base draft was proven to be within the tolerance on the golden set and on larger domains;
+    null where there is neither."""
 
 
 class RunAnswer(ResponseModel):

@@ -99,6 +99,8 @@ def _verdict_rows(verdict: Verdict | None) -> list[tuple[str, object]]:
         ("predicted gain (90 % interval)", _gain(verdict.gain, verdict.low90, verdict.high90)),
         ("measured on", f"{verdict.prompts} prompts, {verdict.tokens} tokens"),
     ]
+    if verdict.p_value is not None and verdict.level is not None:
+        rows.append(("p-value (level of the test)", f"{verdict.p_value:.2g} ({verdict.level:.2g})"))
     return rows + [(f"gain in {name or 'no domain'}", _gain(*gain)) for name, gain in sorted(verdict.domains.items())]
 
 

@@ -245,7 +245,11 @@ class Score:
 class Verdict:
     """What the gate, or a watch, said. gain: relative change of predicted tokens per second while drafting, candidate over
     active (watched over what it is compared with), with its two-sided 90 % bootstrap interval over prompts. domains: the same
-    per domain. measured_on: kinds of machines whose measured costs had a say."""
+    per domain. measured_on: kinds of machines whose measured costs had a say.
+
+    Of a gate that tested the candidate: p_value of the hypothesis that it is no better; level: the largest p-value that is
+    promoted; loss_bounded: whether the loss against the base draft is proven to be within the tolerance on the golden set and
+    on every domain that has enough texts, None where there is neither. All None where nothing was tested."""
 
     promoted: bool
     reason: str
@@ -256,3 +260,6 @@ class Verdict:
     high90: float
     domains: Mapping[str, tuple[float, float, float]] = field(default_factory=dict[str, tuple[float, float, float]])
     measured_on: tuple[str, ...] = ()
+    p_value: float | None = None
+    level: float | None = None
+    loss_bounded: bool | None = None

@@ -253,11 +253,11 @@ class _GateTrial:
             loop.close()
         noisy = self._with_noise(ref.folder, NOISES[(candidate.seed - 1) % len(NOISES)], candidate.seed)
         first = self._with_noise(ref.folder, 0.0, 0)
+        seconds = round_seconds(self.costs)
         verdict = gate.judge(
-            self._scores(noisy, drawn),
-            self._scores(first, drawn),
+            gate.Scored(self._scores(noisy, drawn), seconds=seconds),
+            gate.Scored(self._scores(first, drawn), seconds=seconds),
             rules,
-            seconds=round_seconds(self.costs),
             seed=candidate.seed,
         )
         return Judged(candidate, verdict, None)

@@ -28,6 +28,7 @@ from service.learning.loading import load_draft, load_grammars, serving_vocabula
 from service.learning.masks import answer_masks, usable
 from service.learning.memory_errors import is_out_of_memory
 from service.learning.practice import PracticeJob
+from service.learning.scoring.budget import token_budget, within_budget
 from service.learning.scoring.score import score, scores_message
 from service.learning.spec import ScoreJob, TrainJob, parse
 from service.learning.training_job import TrainingJob
@@ -78,9 +79,8 @@ def run(channel: Channel, line: str) -> bool:
     practises = isinstance(job, TrainJob) and job.practice is not None
     # A request that comes shares the cores with the call under way.
     lower_priority(LEAST_PRIORITY if practises else job.training.niceness)
-    # Niceness is about the processor alone. A comparison is short, and what serves may be bad.
-    # Practice pauses for every request, so that it need not leave any of the time.
-    throttled = isinstance(job, TrainJob) and not practises and mx.default_device().type != mx.cpu
+    # Niceness is about the processor alone. Practice pauses for every request, so that it need not leave any of the time.
+    throttled = not practises and mx.default_device().type != mx.cpu
     channel.share = job.training.gpu_share if throttled else 1.0
     mx.set_cache_limit(CACHE_BYTES)
     database = Database(job.url, read_only=True)
@@ -101,7 +101,18 @@ def score_adapters(job: ScoreJob, channel: Channel, database: Database) -> None:
     masks = answer_masks(found, cache(partial(load_grammars, job)))
     texts = usable([generation for generation in found if generation.output and generation.prompt.tokens], masks)
     draft = load_draft(job)
-    log.info("models loaded; %d of %d texts can be scored", len(texts), len(job.generations))
+    budget = token_budget(
+        as_served(draft.model, serving_vocabulary(job, None)),
+        texts,
+        job.gate,
+        adapters=len(job.adapters),
+        seconds=job.seconds,
+        vocabulary=target_width(job),
+        between=channel.hold,
+    )
+    # The same start at every check: later ones have the earlier ones' texts among theirs, as far as that goes.
+    texts = within_budget(texts, budget, seed=0)
+    log.info("models loaded; %d of %d texts are scored", len(texts), len(job.generations))
     scores: dict[str, list[Score]] = {}
     models: dict[str, nn.Module] = {}
     for name, folder in job.adapters.items():

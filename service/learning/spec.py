@@ -56,8 +56,8 @@ class TrainJob:
 
 @dataclass(frozen=True, slots=True)
 class ScoreJob:
-    """Score several adapters on the same logged generations. adapters: id -> folder, None for the bare draft. k: longest draft
-    length to score at."""
+    """Score several adapters on the same logged generations. adapters: id -> folder, None for the base draft. k: longest draft
+    length to score at. seconds: how long scoring may take where `gate.max_tokens` is not set."""
 
     url: str
     target: Path
@@ -65,8 +65,10 @@ class ScoreJob:
     adapters: Mapping[str, Path | None]
     generations: tuple[str, ...]
     training: TrainingSettings
+    gate: GateSettings
     k: int
     provenance: Provenance
+    seconds: float = 0.0
 
 
 JobSpec: TypeAlias = TrainJob | ScoreJob
@@ -83,6 +85,7 @@ def parse(line: str) -> JobSpec:
             "target": Path(spec["target"]),
             "draft": Path(spec["draft"]),
             "training": training,
+            "gate": GateSettings(**spec.get("gate", {})),
             "k": int(spec["k"]),
             "provenance": provenance,
         }
@@ -96,7 +99,6 @@ def parse(line: str) -> JobSpec:
                 out=Path(spec["out"]),
                 general=_folder(spec["general"]),
                 cache=Path(spec["cache"]),
-                gate=GateSettings(**spec["gate"]),
                 tie_margin=float(spec["tie_margin"]),
                 window=int(spec.get("window", training.window)),
                 practice=_practice(spec.get("practice")),
@@ -107,6 +109,7 @@ def parse(line: str) -> JobSpec:
                 **common,
                 adapters={str(name): _folder(folder) for name, folder in spec["adapters"].items()},
                 generations=tuple(map(str, spec["generations"])),
+                seconds=float(spec.get("seconds", 0.0)),
             )
     except (ValueError, KeyError, TypeError, AttributeError, ValidationError) as error:
         raise TrainingFailed(f"the job description is incomplete or wrong: {error!r}") from error

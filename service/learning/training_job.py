@@ -12,7 +12,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 
-from service.core import Generation, Progress, Score, TrainingFailed
+from service.core import BARE_DRAFT, Generation, Progress, Score, TrainingFailed
 from service.engine.folding import as_served
 from service.engine.profile import step_ratios
 from service.learning import lora
@@ -34,6 +34,7 @@ from service.learning.loading import (
 from service.learning.losses import TargetDivergence
 from service.learning.masks import answer_masks, usable
 from service.learning.recompute import recomputed_blocks
+from service.learning.scoring.budget import RUN_SHARE, token_budget, token_count, within_budget
 from service.learning.scoring.score import held_out, score, scores_message
 from service.learning.scoring.simulate import simulate_rounds
 from service.learning.spec import TrainJob
@@ -89,7 +90,7 @@ class TrainingJob:
         learnt = self._learn()
         folder, sha256 = self._publish(learnt.draft.model, learnt.shape, learnt.vocabulary)
         self._send_candidate(folder, sha256, learnt)
-        self._score(learnt.draft, learnt.vocabulary)
+        self._score(learnt)
 
     def _learn(self) -> Learnt:
         data, plan, tokens = self._data()
@@ -289,30 +290,47 @@ class TrainingJob:
         job = self.job
         return held_out(Generations(self.database), job.provenance, limit=job.gate.max_prompts, run=job.run)
 
-    def _score(self, draft: Loaded, reduced: list[int] | None) -> None:
-        """Score the candidate, which `draft` is, and then its parent, and send the scores."""
-        job = self.job
+    def _score(self, learnt: Learnt) -> None:
+        """Score the candidate, then its parent and the base draft, and send the scores."""
+        job, draft = self.job, learnt.draft
         drawn = self._held_out()
         masks = answer_masks(drawn, self.grammars)
         logged = usable(drawn, masks)
         golden = self.general.generations(job.provenance, golden=True)[: job.gate.max_prompts] if self.general else []
         width = target_width(job)
-        models: dict[str, nn.Module] = {}
+        models: dict[str, nn.Module] = {CANDIDATE: as_served(draft.model, learnt.vocabulary)}
         scores: dict[str, list[Score]] = {}
         golden_scores: dict[str, list[Score]] = {}
+        budget = token_budget(
+            models[CANDIDATE],
+            logged,
+            job.gate,
+            adapters=2 if job.parent is None else 3,
+            seconds=learnt.report.seconds * RUN_SHARE / (1.0 - RUN_SHARE),
+            vocabulary=width,
+            between=self.channel.hold,
+        )
+        # The golden set guards every gate alike, so its texts come first; it may take half.
+        golden = within_budget(golden, budget // 2, seed=0)
+        logged = within_budget(logged, budget - sum(map(token_count, golden)), seed=job.run)
+        log.info(
+            "%d of %d held-out texts are scored, %d tokens at most for each adapter", len(logged), len(drawn), budget
+        )
 
-        def score_as(name: str, ids: list[int] | None) -> None:
-            models[name] = as_served(draft.model, ids)
+        def score_as(name: str) -> None:
             for found, texts in ((scores, logged), (golden_scores, golden)):
                 found[name] = score(
                     models[name], texts, k=job.k, vocabulary=width, masks=masks, between=self.channel.hold
                 )
 
-        score_as(CANDIDATE, reduced)
+        score_as(CANDIDATE)
         lora.detach(draft.model)
-        if job.parent is not None:
-            lora.attach(draft.model, job.parent, job.provenance.draft)
-        score_as(str(job.parent_id), serving_vocabulary(job, job.parent))
+        for name, folder in {str(job.parent_id): job.parent, str(BARE_DRAFT): None}.items():
+            if folder is not None:
+                lora.attach(draft.model, folder, job.provenance.draft)
+            models[name] = as_served(draft.model, serving_vocabulary(job, folder))
+            score_as(name)
+            lora.detach(draft.model)
         self.channel.hold()
         steps = step_ratios(models)
         self.channel.send(

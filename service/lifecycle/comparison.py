@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.core import Score
+from service.lifecycle import sign_flips
 
 MIN_CONVERSATIONS = 5
 """Fewer conversations than this give no usable interval."""
@@ -129,6 +130,34 @@ class Comparison:
         first = self._longest - whole.shape[1] + 1
         lengths = (first + int(whole[0].argmin()), first + int(whole[1].argmin()))
         return Gain(gain, float(low), float(high), lengths)
+
+    def p_value(self, floor: float = 0.0) -> float:
+        """One-sided p-value of the hypothesis that the new adapter's gain is at most `floor` (`sign_flips.p_value`, by
+        conversation). 1.0 without texts."""
+        if self.empty:
+            return 1.0
+        tests = self._differences(floor)
+        return min(1.0, len(tests) * min(map(sign_flips.p_value, tests)))
+
+    def e_values(self) -> tuple[float, float]:
+        """Evidence that the new adapter is (worse, better), valid at any number of looks (`sign_flips.e_value`). Ones without
+        texts."""
+        if self.empty:
+            return 1.0, 1.0
+        worse = [sign_flips.e_value(-each) for each in self._differences(0.0, better=False)]
+        better = [sign_flips.e_value(each) for each in self._differences(0.0)]
+        return sum(worse) / len(worse), sum(better) / len(better)
+
+    def _differences(self, floor: float, *, better: bool = True) -> list[NDArray[np.float64]]:
+        """By conversation: what the old adapter costs more than the new one would at a gain of `floor`, each at its best draft
+        length. Where these differ, also both at one length, since two lengths that are about as fast are not so text by text,
+        and that would hide the difference between the adapters. better: what they are to prove; the length is the best one of
+        the adapter that is to be proven slower, so that the other is never favoured.
+        """
+        costs = self._costs()
+        new, old = (int(costs[:, adapter].sum(axis=0).argmin()) for adapter in (0, 1))
+        both = old if better else new
+        return [costs[:, 1, j] - (1.0 + floor) * costs[:, 0, i] for i, j in sorted({(new, old), (both, both)})]
 
     def _costs(self) -> NDArray[np.float64]:
         """Seconds, or calls, of (conversation, adapter, draft length)."""

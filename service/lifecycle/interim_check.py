@@ -1,9 +1,8 @@
-"""One interim check of a promotion while it serves: against its parent, and against the bare draft. Pure functions of values.
+"""One interim check of a promotion while it serves: against its parent, and against the base draft. Pure functions of values.
 
-Checks come when a sixteenth, a quarter, a half and all of the generations are there: the first ends what is very bad before
-it costs much. Every check against every opponent may err with an equal part of ALPHA (Bonferroni; checks and opponents are
-strongly dependent, so the whole errs less): however often is checked, an adapter as good as both is rolled back by mistake
-with a probability of at most ALPHA, and one that is no better than one of them is called proven with no greater one.
+The evidence against each opponent is an e-value of all answers so far (a confidence sequence, lifecycle/sign_flips.py), which
+is valid at every look: an adapter as good as both is rolled back by mistake with a probability of at most ALPHA, however often
+it is checked. The opponents share ALPHA equally.
 """
 
 from __future__ import annotations
@@ -17,10 +16,14 @@ from service.lifecycle.comparison import MIN_CONVERSATIONS, Comparison, Gain, Re
 ALPHA = 0.05
 
 
+FEWEST = 8
+"""Answers before which no check is made: fewer cannot decide anything."""
+
+
 def check_schedule(generations: int) -> tuple[int, ...]:
-    """After how many generations to check; the last check is at all of them."""
-    parts = {generations // 16, generations // 4, generations // 2, generations}
-    return tuple(sorted(count for count in parts if count >= MIN_CONVERSATIONS or count == generations))
+    """After how many generations to check: each check has twice as many as the one before, the last one all of them."""
+    parts = {generations // part for part in (1, 2, 4, 8, 16)}
+    return tuple(sorted(count for count in parts if count >= FEWEST or count == generations))
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,6 @@ def interim_check(
     seconds: Sequence[float] | None = None,
     others_seconds: Mapping[int, Sequence[float]] | None = None,
     parent: int,
-    count: int,
     last: bool,
     resamples: int,
     seed: int,
@@ -49,9 +51,9 @@ def interim_check(
     """Compare the adapter that serves with `others` (its parent among them), by live generations. seconds: what a round costs
     with it, as in gate.judge; others_seconds: what it costs with those of the others for which that differs.
 
-    It is rolled back as soon as its whole interval against one of them lies below 0, to the best of those. It is proven as
-    soon as every interval lies above 0; after the `last` of `count` checks it stays. The verdict holds the two-sided 90 %
-    interval of the comparison that decided, else of that with its parent. Raises ValueError like gate.judge.
+    It is rolled back as soon as it is proven worse than one of them, to the best of those. It is proven as soon as it is proven
+    better than each; after the `last` check it stays. The verdict holds the two-sided 90 % interval of the comparison that
+    decided, else of that with its parent. Raises ValueError like gate.judge.
 
     Its own rounds say whether the scores hold for this engine. Where they surely fall short, nothing is proven by them.
     """
@@ -60,17 +62,18 @@ def interim_check(
     with_parent = comparisons[parent]
     if with_parent.conversations < MIN_CONVERSATIONS or with_parent.empty:
         return CheckResult(_too_few(with_parent), last)
-    tail = ALPHA / (count * len(comparisons))
-    strict = {other: each.gain(resamples, seed, tail) for other, each in comparisons.items()}
-    worse = [other for other, gain in strict.items() if gain.high < 0]
+    enough = len(comparisons) / ALPHA
+    evidence = {other: each.e_values() for other, each in comparisons.items()}
+    gains = {other: each.gain(resamples, seed) for other, each in comparisons.items()}
+    worse = [other for other, (against, _) in evidence.items() if against >= enough]
     # Of those it is proven worse than, the fastest; the parent where they are alike.
-    back_to = min(worse, key=lambda other: (strict[other].gain, other != parent)) if worse else None
+    back_to = min(worse, key=lambda other: (gains[other].gain, other != parent)) if worse else None
     drafted = realised(serving, resamples, seed)
     short = drafted is not None and drafted.short
-    proven = not short and all(gain.low > 0 for gain in strict.values())
+    proven = not short and all(in_favour >= enough for _, in_favour in evidence.values())
     opponent = parent if back_to is None else back_to
     decisive = comparisons[opponent]
-    gain = decisive.gain(resamples, seed)
+    gain = gains[opponent]
     outcome = "worse" if back_to is not None else "proven" if proven else "stays" if last else "undecided"
     verdict = Verdict(
         back_to is None,
@@ -90,7 +93,7 @@ def _too_few(comparison: Comparison) -> Verdict:
 
 
 def _reason(outcome: str, opponent: int, gain: Gain, drafted: Realised | None) -> str:
-    name = "the bare draft" if opponent == BARE_DRAFT else f"adapter {opponent}"
+    name = "the base draft" if opponent == BARE_DRAFT else f"adapter {opponent}"
     sentence = {
         "worse": f"worse than {name}: {gain}",
         "proven": f"stays: proven better than {name}: {gain}",

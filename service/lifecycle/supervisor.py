@@ -234,7 +234,7 @@ class Supervisor:
             context.database_now(),
             cooldown_seconds=rules.cooldown_seconds,
             enabled=rules.enabled,
-            watching=self._watch.pending() is not None,
+            watching=self._watch.blocks_runs(),
             waiting=policy.backoff(watched, context.rules.gate.backoff_seconds),
             strain=self._strain(),
         )

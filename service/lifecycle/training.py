@@ -10,10 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 from service.core import (
+    BARE_DRAFT,
     AdapterRef,
     AdapterRefused,
     ParentChanged,
     Progress,
+    RoundCosts,
     RunState,
     TrainingRun,
     Trigger,
@@ -23,6 +25,7 @@ from service.core import (
 from service.lifecycle import policy
 from service.lifecycle.child import Child, Pause
 from service.lifecycle.context import LifecycleContext
+from service.lifecycle.gate import Scored
 from service.lifecycle.jobs import Demand
 from service.lifecycle.machine import Strain
 from service.lifecycle.messages import Candidate, Cases, Done, Failed, Message, Scores, Texts
@@ -277,22 +280,25 @@ class RunJob:
 
     def _judge(self, scores: Scores) -> Verdict:
         """Raises ValueError when the scores are not what they should be."""
-        parent, rules = self._run.parent, self._context.rules.gate
-        try:
-            candidate, compared = scores.by_adapter[CANDIDATE], scores.by_adapter[str(parent)]
-            golden = (scores.golden[CANDIDATE], scores.golden[str(parent)]) if scores.golden else ((), ())
-        except KeyError as error:
-            raise ValueError(f"none of {error}") from error
-        step = scores.step(CANDIDATE, relative_to=str(parent))
-        kinds = self._context.measured_costs(scores.lengths(CANDIDATE))
+        parent, context = self._run.parent, self._context
+        history = context.stores.adapters.gates(context.who.target, context.who.draft)
+        kinds = context.measured_costs(scores.lengths(CANDIDATE))
+
+        def scored(name: str, costs: RoundCosts | None) -> Scored:
+            step = scores.step(name, relative_to=str(parent))
+            seconds = costs.scaled(step) if costs is not None else None
+            try:
+                return Scored(scores.by_adapter[name], scores.golden[name] if scores.golden else (), seconds)
+            except KeyError as error:
+                raise ValueError(f"none of {error}") from error
+
         verdicts = [
-            self._context.judge(
-                candidate,
-                compared,
-                rules,
-                golden=golden,
-                seconds=costs.scaled(step) if costs is not None else None,
-                active_seconds=costs.seconds if costs is not None else None,
+            context.judge(
+                scored(CANDIDATE, costs),
+                scored(str(parent), costs),
+                context.rules.gate,
+                base=None if parent == BARE_DRAFT else scored(str(BARE_DRAFT), costs),
+                history=history,
                 seed=self._run.id,
             )
             for costs in kinds.values() or [None]

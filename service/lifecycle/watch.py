@@ -26,7 +26,12 @@ READ_FOR_EACH = 10
 """Generations that are read for each that a watch wants; after so many, or as many as the log may hold, it ends with what there
 is."""
 LONGEST = timedelta(days=7)
-"""After so long, or as long as the log holds a text, it ends with what there is: runs wait for it."""
+"""After so long, or as long as the log holds a text, it ends with what there is."""
+BLOCKS = timedelta(days=1)
+"""Runs wait for a watch that has decided nothing for so long at most, or until it has compared BLOCKING of its answers."""
+BLOCKING = 0.25
+PAUSED_SECONDS = 600.0
+"""A check pauses for requests for so long in all. Under a load that never ends a bad adapter would otherwise serve for ever."""
 
 
 class Watch:
@@ -52,6 +57,17 @@ class Watch:
             self._over = ref.id
             return None
         return ref if adapters.evaluations(ref.id, EvaluationKind.GATE) else None
+
+    def blocks_runs(self) -> bool:
+        """Whether a training run should wait for the watch: it is undecided, and neither a day nor a quarter of its answers
+        have passed. A run on top of an undecided adapter is safe: its gate compares it with the base draft as well."""
+        ref = self.pending()
+        if ref is None:
+            return False
+        checks = self._context.stores.adapters.evaluations(ref.id, EvaluationKind.INTERIM)
+        compared = max((verdict.prompts for _, verdict in checks), default=0)
+        enough = BLOCKING * self._context.rules.gate.watch_generations
+        return compared < enough and not self._older_than(ref, BLOCKS)
 
     def start(self) -> WatchJob | None:
         """Start the next comparison once enough has been generated since the promotion."""
@@ -88,6 +104,7 @@ class Watch:
                     str(adapter): self._context.adapter_folder(adapter) for adapter in (ref.id, ref.parent, BARE_DRAFT)
                 },
                 generations=fresh,
+                seconds=self._scoring_seconds(ref),
             )
         except OSError as error:
             self.failed(ref, f"the child could not be started: {error}")
@@ -95,13 +112,22 @@ class Watch:
         log.info("adapter %d is compared on %d answers since its promotion", ref.id, len(fresh))
         return WatchJob(self._context, self, ref, child, done=done, last=last)
 
+    def _scoring_seconds(self, ref: AdapterRef) -> float:
+        """How long a check may take: a quarter of what its run took."""
+        if ref.run is None:
+            return 0.0
+        run = self._context.stores.runs.get(ref.run)
+        return 0.0 if run.finished_at is None else (run.finished_at - run.created_at).total_seconds() / 4
+
     def _overdue(self, ref: AdapterRef) -> bool:
         """Whether its watch has lasted so long that no more is to be waited for."""
-        context = self._context
-        promoted_at = max(at for at, _ in context.stores.adapters.evaluations(ref.id, EvaluationKind.GATE))
-        days = context.rules.max_days
-        longest = LONGEST if days is None else min(LONGEST, timedelta(days=days))
-        return context.database_now() - promoted_at > longest
+        days = self._context.rules.max_days
+        return self._older_than(ref, LONGEST if days is None else min(LONGEST, timedelta(days=days)))
+
+    def _older_than(self, ref: AdapterRef, age: timedelta) -> bool:
+        """Whether it was promoted longer ago than that."""
+        promoted_at = max(at for at, _ in self._context.stores.adapters.evaluations(ref.id, EvaluationKind.GATE))
+        return self._context.database_now() - promoted_at > age
 
     def failed(self, ref: AdapterRef, reason: str) -> None:
         """No comparison this time."""
@@ -132,6 +158,8 @@ class WatchJob:
         self._done = done
         self._last = last
         self._scores: Scores | None = None
+        self._paused_seconds = 0.0
+        self._polled_at = context.timer()
 
     @property
     def child(self) -> Child:
@@ -144,11 +172,16 @@ class WatchJob:
         return self._context.rules.training.timeout_seconds
 
     def yields(self, demand: Demand) -> bool:
-        """No: a comparison is short, and under a load that never ends a bad adapter would serve for ever."""
-        return False
+        """While requests wait, as training does, until it has paused for PAUSED_SECONDS in all."""
+        return demand.waiting and self._paused_seconds < PAUSED_SECONDS
 
     def pause(self, demand: Demand, strain: Strain | None) -> None:
-        """Does nothing: a comparison does not pause for `strain` either."""
+        """Count how long it has been paused. It does not pause for `strain`: a comparison is short, and what serves may be
+        bad."""
+        now = self._context.timer()
+        if self.yields(demand):
+            self._paused_seconds += now - self._polled_at
+        self._polled_at = now
 
     def handle(self, message: Message) -> None:
         """Take the scores; when the child is done decide about the adapter; a failure counts against its ATTEMPTS."""
@@ -205,7 +238,6 @@ class WatchJob:
             seconds=costs.seconds if costs is not None else None,
             others_seconds={other: costs.scaled(step) for other, step in steps.items()} if costs is not None else None,
             parent=ref.parent,
-            count=len(check_schedule(rules.watch_generations)),
             last=self._last,
             resamples=rules.bootstrap,
             seed=ref.id,

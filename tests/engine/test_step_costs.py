@@ -83,11 +83,13 @@ def test_the_gate_refuses_what_costs_more_than_it_saves() -> None:
 
     rules = GateSettings.model_validate({"min_prompts": 8, "min_tokens": 100, "bootstrap": 200})
     before, serving = scores(1.0), costs.round_seconds()
-    free = gate.judge(scores(0.95), before, rules, seconds=serving, seed=1)
-    true = gate.judge(scores(0.95), before, rules, seconds=costs.round_seconds(ratio), active_seconds=serving, seed=1)
+    slower = costs.round_seconds(ratio)
+    parent = gate.Scored(before, seconds=serving)
+    free = gate.judge(gate.Scored(scores(0.95), seconds=serving), parent, rules, seed=1)
+    true = gate.judge(gate.Scored(scores(0.95), seconds=slower), parent, rules, seed=1)
     assert free.promoted and free.gain == pytest.approx(1 / 0.95 - 1)
     assert not true.promoted and true.gain < 0
-    cheap = gate.judge(scores(1.0), before, rules, seconds=serving, active_seconds=costs.round_seconds(ratio), seed=1)
+    cheap = gate.judge(gate.Scored(scores(1.0), seconds=serving), gate.Scored(before, seconds=slower), rules, seed=1)
     assert cheap.promoted and cheap.gain > 0, "as many calls, each for less"
 
 

@@ -154,7 +154,7 @@ def test_a_second_run_starts_from_the_first_and_reuses_its_targets(
     assert messages[-1]["type"] == "done", messages[-1]
     assert len(home.published()) == 2
     (scores,) = of_type(messages, "scores")
-    assert scores["scores"].keys() == {"candidate", "5"}
+    assert scores["scores"].keys() == {"candidate", "5", "0"}
     # With a tiny learning rate the second adapter drafts nearly like the first, and not like the bare draft.
     (candidate,) = of_type(messages, "candidate")
     base = load_model(logged_pair.draft).model

@@ -9,7 +9,7 @@ from scipy import stats
 
 from service.core import Score, Verdict
 from service.lifecycle.comparison import Comparison
-from service.lifecycle.gate import GOLDEN, judge
+from service.lifecycle.gate import GOLDEN, Scored, judge
 from service.settings import GateSettings
 from tests.support.simulated_scores import LEVEL, by_length, pair, scores
 
@@ -25,7 +25,8 @@ def decide(
     rules = {"min_prompts": 30, "min_tokens": 2000, "domain_tolerance": 0.02, "resamples": 400, "seed": 1, **changes}
     seed, resamples = int(rules.pop("seed")), rules.pop("resamples")
     gate = GateSettings.model_validate(rules | {"bootstrap": resamples})
-    return judge(candidate, active, gate, golden=golden, seconds=costs, active_seconds=active_costs, seed=seed)
+    parent = Scored(active, golden[1], costs if active_costs is None else active_costs)
+    return judge(Scored(candidate, golden[0], costs), parent, gate, seed=seed)
 
 
 def noisy(rng: np.random.Generator, count: int, gain: float) -> tuple[list[Score], list[Score]]:
@@ -401,7 +402,7 @@ def test_four_conversations_are_no_evidence_however_many_texts_they_have() -> No
     new, old = (chats(scores([calls] * 80), 20) for calls in (40, 50))
     verdict = decide(new, old)
     assert not verdict.promoted and "4 of 5 conversations" in verdict.reason
-    assert decide(chats(new, 16), chats(old, 16)).promoted
+    assert decide(chats(new, 8), chats(old, 8)).promoted
 
 
 def chats(scored: Sequence[Score], turns: int) -> list[Score]:

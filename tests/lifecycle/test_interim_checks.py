@@ -17,16 +17,16 @@ PARENT = 4
 @pytest.mark.parametrize(
     ("generations", "expected"),
     [
-        (200, (12, 50, 100, 200)),
-        (80, (5, 20, 40, 80)),
+        (200, (12, 25, 50, 100, 200)),
+        (80, (10, 20, 40, 80)),
         (60, (15, 30, 60)),
         (16, (8, 16)),
-        (12, (6, 12)),
+        (12, (12,)),
         (6, (6,)),
         (1, (1,)),
     ],
 )
-def test_interim_checks_come_at_a_sixteenth_a_quarter_a_half_and_all(
+def test_each_interim_check_has_twice_as_many_answers_as_the_one_before(
     generations: int, expected: tuple[int, ...]
 ) -> None:
     assert check_schedule(generations) == expected
@@ -40,7 +40,7 @@ def check_at(
     last: bool = False,
     resamples: int = 400,
 ) -> CheckResult:
-    return interim_check(serving, others, seconds=costs, parent=PARENT, count=4, last=last, resamples=resamples, seed=1)
+    return interim_check(serving, others, seconds=costs, parent=PARENT, last=last, resamples=resamples, seed=1)
 
 
 HALF, LESS, SAME, MORE = (scores([calls] * 20) for calls in (20, 36, 40, 44))
@@ -55,9 +55,9 @@ HALF, LESS, SAME, MORE = (scores([calls] * 20) for calls in (20, 36, 40, 44))
         (MORE, SAME, False, False, None, "undecided"),
         (LESS, MORE, False, True, PARENT, "worse than adapter 4"),
         (LESS, SAME, True, True, PARENT, "worse than adapter 4"),
-        (MORE, LESS, False, True, BARE_DRAFT, "worse than the bare draft"),
+        (MORE, LESS, False, True, BARE_DRAFT, "worse than the base draft"),
         # Worse than both: back to the better one, or to the parent if they are equal.
-        (LESS, HALF, False, True, BARE_DRAFT, "worse than the bare draft"),
+        (LESS, HALF, False, True, BARE_DRAFT, "worse than the base draft"),
         (HALF, LESS, False, True, PARENT, "worse than adapter 4"),
         (LESS, LESS, False, True, PARENT, "worse than adapter 4"),
     ],
@@ -74,10 +74,10 @@ def test_decisions_of_an_interim_check(
 
 
 def test_the_bare_draft_may_be_the_parent() -> None:
-    found = interim_check(SAME, {BARE_DRAFT: LESS}, parent=BARE_DRAFT, count=3, last=False, resamples=400, seed=1)
+    found = interim_check(SAME, {BARE_DRAFT: LESS}, parent=BARE_DRAFT, last=False, resamples=400, seed=1)
     assert found.roll_back_to == BARE_DRAFT
     assert not interim_check(
-        SAME, {BARE_DRAFT: MORE}, parent=BARE_DRAFT, count=3, last=False, resamples=400, seed=1
+        SAME, {BARE_DRAFT: MORE}, parent=BARE_DRAFT, last=False, resamples=400, seed=1
     ).roll_back_to
 
 
@@ -86,7 +86,7 @@ def test_too_few_generations_decide_nothing(last: bool) -> None:
     few = check_at(scores([80] * 4), {PARENT: scores([40] * 4), BARE_DRAFT: scores([40] * 4)}, last=last)
     assert few.verdict.promoted and few.over is last and few.roll_back_to is None
     assert check_at([], {PARENT: [], BARE_DRAFT: []}).verdict.promoted
-    assert check_at(scores([80] * 5), {PARENT: scores([40] * 5), BARE_DRAFT: scores([40] * 5)}).roll_back_to == PARENT
+    assert check_at(scores([80] * 8), {PARENT: scores([40] * 8), BARE_DRAFT: scores([40] * 8)}).roll_back_to == PARENT
 
 
 @pytest.mark.parametrize(

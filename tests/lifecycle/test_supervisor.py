@@ -101,7 +101,7 @@ def test_a_candidate_that_loses_on_the_golden_set_is_refused(installation: Insta
         verdict = server.runs.latest(1)[0].verdict
         assert verdict is not None and "worse on golden set" in verdict.reason
         assert verdict.gain == pytest.approx(0.25), "the logged texts alone are the gain"
-        assert verdict.prompts == 8
+        assert verdict.prompts == 16
         installation.plan_children(train="fair golden")
         server.promote()
         check_consistent(server)

@@ -57,7 +57,7 @@ T = TypeVar("T")
 WHO = Provenance("target", "tokenizer", "draft")
 HERE = HostProcess.here()
 _numbers = itertools.count()
-ENOUGH = 6
+ENOUGH = 8
 """Generations that start a run, and that end a watch."""
 
 

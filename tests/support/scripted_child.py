@@ -125,9 +125,10 @@ def train(job: dict[str, object], act: str, undrafted: dict[str, int]) -> None:
         sys.exit(75)
     if act == "broken":
         (final / "adapters.safetensors").write_text("0.7")
-    names = [f"held-out-{i}" for i in range(8)]
+    names = [f"held-out-{i}" for i in range(16)]
     parent: str | None = job["parent"]  # pyright: ignore[reportAssignmentType]
-    found = {"candidate": scores(str(final), names), str(job["parent_id"]): scores(parent, names)}
+    found = {"candidate": scores(str(final), names), "0": scores(None, names)}
+    found[str(job["parent_id"])] = scores(parent, names)
     if act == "other texts":
         found["candidate"] = found["candidate"][1:]
     if act == "no parent":

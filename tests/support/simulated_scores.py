@@ -81,3 +81,27 @@ def requests(
         hard[:, i] = linger * hard[:, i - 1] + np.sqrt(1 - linger**2) * hard[:, i]
     usual = 1 / (1 + np.exp(-(np.log(accepted / (1 - accepted)) + 0.4 * hard)))
     return rng.binomial(tokens, usual) / tokens
+
+
+class Population:
+    """Many simulated texts, from which the texts of many gates are drawn quickly. calls: (texts, 2, K), of the new and the old
+    draft. gain: of the new draft over all of them, at the longest draft length."""
+
+    def __init__(self, *, better: float, differ: float, texts: int = 4000, seed: int = 77) -> None:
+        both = pair(np.random.default_rng(seed), texts, better=better, differ=differ)
+        self.calls = np.array([[new.calls, old.calls] for new, old in zip(*both, strict=True)])
+        self.tokens = np.array([score.tokens for score in both[1]])
+        self.gain = float(self.calls[:, 1, -1].sum() / self.calls[:, 0, -1].sum() - 1.0)
+
+    def scaled(self, gain: float) -> "Population":
+        """The same texts with the new draft's calls scaled so that its gain is exactly this."""
+        other = object.__new__(Population)
+        other.calls, other.tokens, other.gain = self.calls.copy(), self.tokens, gain
+        other.calls[:, 0] *= (1.0 + self.gain) / (1.0 + gain)
+        return other
+
+    def draw(self, rng: np.random.Generator, texts: int, *, noise: bool = False) -> NDArray[np.float64]:
+        """Calls of some texts, (texts, 2, K). noise: either draft is the new one, text by text, so that neither is better."""
+        calls = self.calls[rng.integers(len(self.calls), size=texts)]
+        swapped = rng.random(texts) < 0.5
+        return np.where(swapped[:, None, None], calls[:, ::-1], calls) if noise else calls

@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
@@ -229,6 +230,22 @@ class Adapters:
                 (utc(row.created_at), from_json(row.verdict))
                 for row in connection.execute(query.order_by(evaluations.c.id))
             ]
+
+    def gates(self, target: str, draft: str) -> list[Verdict]:
+        """Verdicts of the gate on candidates of one pair, oldest first. `promoted` is False for an adapter that was rolled back
+        since: it was no discovery."""
+        query = (
+            select(evaluations.c.verdict, adapters.c.state)
+            .join_from(evaluations, adapters, adapters.c.id == evaluations.c.adapter)
+            .where(*trained_for(target, draft), evaluations.c.kind == EvaluationKind.GATE.value)
+            .order_by(evaluations.c.id)
+        )
+        with self._db.read() as connection:
+            found = [(from_json(row.verdict), AdapterState(row.state)) for row in connection.execute(query)]
+        return [
+            replace(verdict, promoted=verdict.promoted and state is not AdapterState.ROLLED_BACK)
+            for verdict, state in found
+        ]
 
     def watched(self, target: str, draft: str, limit: int) -> list[tuple[datetime, Verdict]]:
         """The newest verdicts of the watch on adapters of one pair, newest first."""
