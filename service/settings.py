@@ -161,7 +161,11 @@ class TrainingSettings(Section):
     min_tokens: int = Field(default=4_000, ge=1)
     """Output tokens of the untrained generations needed before a run starts by itself."""
     cooldown_seconds: float = Field(default=300.0, ge=0)
-    """No run starts by itself for so long after the last one."""
+    """No run starts by itself for so long after the last one: twice as long after each run that was refused since the last
+    promotion, and after each further failure in a row, at most 32 times."""
+    minutes_per_day: float = Field(default=120.0, ge=0, le=1440)
+    """So many minutes of runs on logged texts in 24 hours, scoring, pauses and runs that are asked for included; none starts by
+    itself that would exceed it. 0: none starts by itself."""
     max_generations: int = Field(default=800, ge=1)
     """Newest untrained generations a single run trains on."""
     window: int = Field(default=700, ge=0)

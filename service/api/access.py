@@ -43,6 +43,7 @@ ROUTES: Mapping[tuple[str, str], Access] = {
     ("GET", "/metrics"): Access.LOCAL,
     ("POST", "/train"): Access.LOCAL,
     ("GET", "/train/{id}"): Access.LOCAL,
+    ("GET", "/learning"): Access.LOCAL,
     ("GET", "/practice"): Access.LOCAL,
     ("PUT", "/practice"): Access.LOCAL,
     ("GET", "/runs"): Access.LOCAL,

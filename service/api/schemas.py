@@ -264,6 +264,32 @@ class PracticeRequest(RequestModel):
     on: Flag
 
 
+class LearningAnswer(ResponseModel):
+    """Whether a run on logged texts starts by itself, and what its gate would ask of it."""
+
+    waits: str | None
+    """Why none started when that was last looked at; null: nothing was against it, or a run is under way."""
+    refused: int
+    """Runs that the gate has refused since the last promotion; each doubles the wait, up to 32 times."""
+    level: Finite
+    """Of the next gate's test: it falls with refusals."""
+    level_after_promotion: Finite
+    """What it would be after a promotion."""
+    held_out: int
+    """Prompts that the next gate could measure on now."""
+    held_out_needed: int
+    """Those that it takes at this level; no run starts before."""
+    minutes: Finite
+    """Minutes of runs in the last 24 hours."""
+    minutes_per_day: Finite
+    """How many there may be (`training.minutes_per_day`)."""
+    expected_gain: Finite
+    """Relative gain in speed that the next run is expected to bring, by the last verdicts."""
+    against_base: dict[str, tuple[Finite, Finite, Finite]]
+    """What the active adapter's gate found of it against the base draft, by domain and on the golden set: gain and its 90 %
+    interval."""
+
+
 class PracticeAnswer(ResponseModel):
     """Whether practice starts by itself."""
 

@@ -1,5 +1,5 @@
-"""POST /train and GET /train/{id}: start a training run, and show its progress. GET and PUT /practice: whether practice starts
-by itself."""
+"""POST /train and GET /train/{id}: start a training run, and show its progress. GET /learning: when the next one starts by
+itself. GET and PUT /practice: whether practice does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Header, Path, Query, Response
 
-from service.api.schemas import PracticeAnswer, PracticeRequest, RunAnswer
+from service.api.schemas import LearningAnswer, PracticeAnswer, PracticeRequest, RunAnswer
 from service.api.strict import NUMERAL, StrictRoute
 from service.core import Operator
 
@@ -37,6 +37,12 @@ def training_routes(operator: Operator, threads: CapacityLimiter) -> APIRouter:
     async def show(run_id: RunId) -> RunAnswer:
         """The run's state, progress and outcome."""
         return RunAnswer.model_validate(await to_thread.run_sync(operator.run, run_id, limiter=threads))
+
+    @router.get("/learning")
+    async def learning() -> LearningAnswer:
+        """Whether a run on logged texts starts by itself or why not, what its gate would ask of it, and what the active adapter
+        was found to gain or lose against the base draft. 409 without a draft."""
+        return LearningAnswer.model_validate(await to_thread.run_sync(operator.learning, limiter=threads))
 
     @router.get("/practice")
     async def practice() -> PracticeAnswer:

@@ -40,6 +40,7 @@ def _read(url: str, home: Path) -> dict[str, Any]:
     adapters, _ = _ask(url, "/adapters")
     requests, _ = _ask(url, "/requests", home)
     practice, _ = _ask(url, "/practice")
+    learning, _ = _ask(url, "/learning")
     runs, _ = _ask(url, f"/runs?limit={RUNS}")
     found = [] if runs is None else runs["runs"]
     counted = _counters(call(url, "GET", "/metrics").text)
@@ -52,6 +53,7 @@ def _read(url: str, home: Path) -> dict[str, Any]:
         "requests": None if requests is None else _states(requests["requests"]),
         "acceptance_rate": counted["spec_decode_num_accepted_tokens_total"] / drafted if drafted else None,
         "tokens_per_call": counted["generation_tokens_total"] / calls if calls else None,
+        "learning": learning,
         "practice": practice,
         "run": next((run for run in found if not RunState(run["state"]).over), None),
         "without_verdict": list(takewhile(lambda run: run["verdict"] is None, dropwhile(_under_way, found))),
@@ -92,6 +94,7 @@ def _show(url: str, found: dict[str, Any]) -> None:
         ("tokens per target call", "" if tokens is None else f"{tokens:.2f}, since the start"),
         ("training run", "none under way" if run is None else _progress(run)),
         *([("last run", _without_verdict(found["without_verdict"]))] if found["without_verdict"] else []),
+        *([] if found["learning"] is None else _learning_rows(found["learning"])),
         ("practice by itself", "" if practice is None else practice_text(practice)),
         *(
             (f"verdict of run {each['id']}", f"{each['state']}: {each['verdict']['reason']}")
@@ -99,6 +102,27 @@ def _show(url: str, found: dict[str, Any]) -> None:
         ),
     ]
     table(f"redraft at {url}", ("what", "now"), rows)
+
+
+def _learning_rows(learning: dict[str, Any]) -> list[tuple[str, object]]:
+    """When the next run starts, what its gate asks of it, and what the active adapter is known to lose at most."""
+    used = f"{learning['minutes']:.0f} of {learning['minutes_per_day']:g} minutes in 24 hours"
+    wait = f"; {learning['refused']} refused since the last promotion" if learning["refused"] else ""
+    texts = f"{learning['held_out']} of {learning['held_out_needed']} held-out prompts"
+    base = learning["against_base"]
+    worst = min(base, key=lambda name: base[name][1], default=None)
+    return [
+        ("next run", f"{learning['waits'] or 'nothing is against it'} ({used}{wait})"),
+        (
+            "next gate",
+            f"tests at {learning['level']:.2g} ({learning['level_after_promotion']:.2g} after a promotion), on {texts}",
+        ),
+        *([] if worst is None else [("against the base draft", f"at worst {_gain(base[worst])} on {worst}")]),
+    ]
+
+
+def _gain(gain: list[float]) -> str:
+    return f"{gain[0]:+.1%} ({gain[1]:+.1%} to {gain[2]:+.1%})"
 
 
 def _under_way(run: dict[str, Any]) -> bool:

@@ -12,7 +12,7 @@ from service.core.access import Caller
 from service.core.erasure import Erased, Selection
 from service.core.generation import Constraint, Generation, Grammar, Prompt, Round, Sink
 from service.core.overview import Disagreement, History
-from service.core.training import AdapterRef, PracticeState, TrainingRun
+from service.core.training import AdapterRef, LearningState, PracticeState, TrainingRun
 
 
 class Place(Protocol):
@@ -369,6 +369,11 @@ class Operator(Protocol):
     def end_run(self, run_id: int) -> TrainingRun:
         """End a run under way, whichever process of the database does it: its child is stopped, the run ENDED, its texts are
         free for the next one. Raises NotFound, Conflict when it is over or after the end."""
+        ...
+
+    def learning(self) -> LearningState:
+        """Whether a run on logged texts starts by itself, and what its gate would ask of it. Raises Conflict without a draft,
+        StoreError."""
         ...
 
     def practice(self) -> PracticeState:

@@ -205,6 +205,31 @@ class PracticeState:
 
 
 @dataclass(frozen=True, slots=True)
+class LearningState:
+    """Whether a run on logged texts starts by itself, and what its gate would ask of it.
+
+    waits: why none started when that was last looked at; None: nothing was against it, or a run is under way. refused: runs
+    that the gate has refused since the last promotion. level: of the next gate's test; level_after_promotion: what it would be
+    after a promotion. held_out, held_out_needed: prompts that the next gate could measure on now, and how many it takes.
+    minutes: of runs in the last 24 hours; minutes_per_day: how many there may be. expected_gain: relative gain in speed that
+    the next run is expected to bring, by the last verdicts. against_base: by set, what the gate of the active adapter found of
+    it against the base draft: gain and its two-sided 90 % interval; empty where the base draft serves."""
+
+    waits: str | None
+    refused: int
+    level: float
+    level_after_promotion: float
+    held_out: int
+    held_out_needed: int
+    minutes: float
+    minutes_per_day: float
+    expected_gain: float
+    against_base: Mapping[str, tuple[float, float, float]] = field(
+        default_factory=dict[str, tuple[float, float, float]]
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class RoundCosts:
     """What rounds of one request cost on a kind of machine. seconds: of rounds that draft 1, 2, ... tokens. more: what each
     takes beyond that for a draft whose steps cost once more."""

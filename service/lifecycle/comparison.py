@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from statistics import NormalDist
 
 import numpy as np
@@ -78,6 +79,7 @@ class Comparison:
                 raise ValueError(f"costs of {len(each)} draft lengths, scores at {self._longest}")
             if not all(math.isfinite(cost) and cost > 0 for cost in each):
                 raise ValueError("rounds that cost nothing, or nothing finite")
+        self._resampled: dict[tuple[int, int], NDArray[np.float64]] = {}
 
     @property
     def generations(self) -> int:
@@ -107,22 +109,23 @@ class Comparison:
             ours, theirs = groups.setdefault(new.domain, ([], []))
             ours.append(new)
             theirs.append(old)
-        parts = {name: Comparison(*both, *(self._seconds or ())) for name, both in groups.items()}
+        if len(groups) == 1:
+            # Not compared twice.
+            parts = dict.fromkeys(groups, self)
+        else:
+            parts = {name: Comparison(*both, *(self._seconds or ())) for name, both in groups.items()}
         return {name: part for name, part in parts.items() if part.conversations >= MIN_CONVERSATIONS}
 
     def gain(self, resamples: int, seed: int, tail: float = TAIL) -> Gain:
         """Of all these texts together, which must not be empty. tail: share beyond either end of the interval."""
-        costs = self._costs()
-        count = len(costs)
-        draws = np.random.default_rng(seed).multinomial(count, np.full(count, 1.0 / count), size=resamples)
-        least = np.tensordot(draws.astype(np.float64), costs, axes=1).min(axis=2)
+        costs = self._costs
         whole = costs.sum(axis=0)
         new, old = (costs[:, adapter, whole[adapter].argmin()] for adapter in (0, 1))
         gain = float(old.sum() / new.sum() - 1.0)
         # Long conversations weigh more: the number of equal ones with the same variance (Kish 1965).
         effective = float(old.sum() ** 2 / (old @ old))
         beyond = 100 * _expanded(tail, effective)
-        low, high = np.percentile(least[:, 1] / least[:, 0] - 1.0, (beyond, 100 - beyond))
+        low, high = np.percentile(self._resampled_gains(resamples, seed), (beyond, 100 - beyond))
         if effective < FEW:
             error = _reach(tail, effective) * float(np.linalg.norm(old - (1.0 + gain) * new)) / float(new.sum())
             low, high = min(low, gain - error), max(high, gain + error)
@@ -130,6 +133,17 @@ class Comparison:
         first = self._longest - whole.shape[1] + 1
         lengths = (first + int(whole[0].argmin()), first + int(whole[1].argmin()))
         return Gain(gain, float(low), float(high), lengths)
+
+    def _resampled_gains(self, resamples: int, seed: int) -> NDArray[np.float64]:
+        """The gain of each resample, which are drawn once for intervals of any width."""
+        if (resamples, seed) not in self._resampled:
+            count = len(self._costs)
+            drawn = np.random.default_rng(seed).integers(count, size=(resamples, count))
+            drawn += count * np.arange(resamples)[:, None]
+            weights = np.bincount(drawn.ravel(), minlength=resamples * count).reshape(resamples, count)
+            least = np.tensordot(weights.astype(np.float64), self._costs, axes=1).min(axis=2)
+            self._resampled[resamples, seed] = least[:, 1] / least[:, 0] - 1.0
+        return self._resampled[resamples, seed]
 
     def p_value(self, floor: float = 0.0) -> float:
         """One-sided p-value of the hypothesis that the new adapter's gain is at most `floor` (`sign_flips.p_value`, by
@@ -154,11 +168,12 @@ class Comparison:
         and that would hide the difference between the adapters. better: what they are to prove; the length is the best one of
         the adapter that is to be proven slower, so that the other is never favoured.
         """
-        costs = self._costs()
+        costs = self._costs
         new, old = (int(costs[:, adapter].sum(axis=0).argmin()) for adapter in (0, 1))
         both = old if better else new
         return [costs[:, 1, j] - (1.0 + floor) * costs[:, 0, i] for i, j in sorted({(new, old), (both, both)})]
 
+    @cached_property
     def _costs(self) -> NDArray[np.float64]:
         """Seconds, or calls, of (conversation, adapter, draft length)."""
         each = np.array([[new.calls, old.calls] for new, old in self._pairs], dtype=np.float64)
@@ -216,7 +231,9 @@ def _paired(new: Sequence[Score], old: Sequence[Score]) -> list[tuple[Score, Sco
         if (one.tokens, one.domain, one.conversation) != (other.tokens, other.domain, other.conversation):
             raise ValueError(f"generation {one.generation} was scored as two different texts")
         for score in (one, other):
-            if score.tokens < 0 or not all(math.isfinite(calls) and calls > 0 for calls in score.calls):
+            # The sum is finite only if all are.
+            usable = math.isfinite(sum(score.calls)) and min(score.calls, default=1.0) > 0.0
+            if score.tokens < 0 or not usable:
                 raise ValueError(f"generation {score.generation} has no usable score")
     return pairs
 

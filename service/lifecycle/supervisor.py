@@ -24,6 +24,7 @@ from service.core import (
     Erased,
     Forget,
     IllegalMove,
+    LearningState,
     PracticeState,
     RunState,
     Selection,
@@ -41,13 +42,12 @@ from service.lifecycle.jobs import Demand, JobSlot
 from service.lifecycle.machine import Strain, machine_strain, somebody_here
 from service.lifecycle.practice_choice import PracticeChoice
 from service.lifecycle.practice_starter import PracticeStarter
+from service.lifecycle.run_timing import RUNS, RunTiming
 from service.lifecycle.watch import Watch
 from service.store.artifacts import remove_folder
 
 log = logging.getLogger(__name__)
 
-RUNS = 16
-"""Newest runs that are searched for failures in a row."""
 WATCHES = 16
 """Verdicts of the watch that are searched for adapters rolled back in a row."""
 CLEAN_EVERY = 40
@@ -82,6 +82,7 @@ class Supervisor:
         self._practice = PracticeStarter(context, practice, idle_seconds, user or somebody_here())
         self._jobs = JobSlot(context, lambda: Demand(busy(), asked=idle_seconds() == 0.0), self._strain)
         self._watch = Watch(context)
+        self._timing = RunTiming(context, idle_seconds)
         self._drift = DriftMonitor(context)
         self._eraser = Eraser(context, self._jobs, forget or {})
         self._lock = threading.RLock()
@@ -187,6 +188,7 @@ class Supervisor:
     def _tick_draft(self) -> None:
         context = self._context
         self._record_costs()
+        self._timing.observe()
         if context.switching.behind():
             self._serve_active()
         if not self.working:
@@ -245,6 +247,9 @@ class Supervisor:
             min_tokens=rules.min_tokens,
             drifted=rules.enabled and self._drift.update().alarm,
         )
+        if isinstance(decision, Trigger):
+            decision = self._timing.hindrance() or decision
+        self._timing.waits = None if isinstance(decision, Trigger) else decision
         run = (
             training.claim(context, decision, None) if isinstance(decision, Trigger) else self._practice.claim(hindered)
         )
@@ -337,6 +342,12 @@ class Supervisor:
         self._stop_ended_run()
         # The folder that its child may have left.
         self._clean()
+
+    def learning(self) -> LearningState:
+        """See core.Operator."""
+        if not self._context.who.draft:
+            raise Conflict("this server runs without a draft model")
+        return self._timing.state(working=self.working)
 
     def practice(self) -> PracticeState:
         """See core.Operator."""

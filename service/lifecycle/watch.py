@@ -8,7 +8,7 @@ from datetime import timedelta
 from service.core import BARE_DRAFT, AdapterRef, AdapterState, IllegalMove, RoundCosts, Verdict
 from service.lifecycle.child import Child
 from service.lifecycle.context import LifecycleContext
-from service.lifecycle.interim_check import CheckResult, check_schedule, interim_check
+from service.lifecycle.interim_check import FEWEST, CheckResult, check_schedule, interim_check
 from service.lifecycle.jobs import Demand
 from service.lifecycle.machine import Strain
 from service.lifecycle.messages import Done, Failed, Message, Scores
@@ -81,6 +81,8 @@ class Watch:
         logged, who = self._context.stores.generations, self._context.who
         most = min(READ_FOR_EACH * due[-1], self._context.rules.max_generations)
         least, overdue = min(self._least.get((ref.id, done), wanted), most), self._overdue(ref)
+        if not done and self._older_than(ref, BLOCKS):
+            least = min(least, FEWEST)
         if not overdue and len(logged.names_after(who, promoted, least)) < least:
             return None
         texts = logged.texts_after(who, promoted, most)
@@ -91,7 +93,9 @@ class Watch:
         if last and not fresh:
             self.end(ref, "stays: there were no answers to compare it on")
             return None
-        early = done < len(due) - 1 and len(texts) >= PATIENCE * wanted
+        # What there is when runs stop waiting for the watch, if it has not been looked at yet.
+        stale = not done and len(fresh) >= FEWEST and self._older_than(ref, BLOCKS)
+        early = done < len(due) - 1 and (stale or len(texts) >= PATIENCE * wanted)
         if len(fresh) < wanted and not early and not last:
             # One text adds one at most: not before there are so many is it worth to read them all again.
             enough = min(len(texts) + wanted - len(fresh), most)

@@ -19,7 +19,7 @@ from tests.support.simulated_scores import LEVEL, Population
 RULES = GateSettings(min_tokens=500, bootstrap=100)
 REFUSED = Verdict(False, "not proven better", 200, 20_000, 0.0, -0.01, 0.01, p_value=0.4, level=0.01, loss_bounded=True)
 HELD_OUT, GOLDEN_TEXTS = 200, 80
-SEQUENCES = [30, pytest.param(2000, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])]
+SEQUENCES = [100, pytest.param(2000, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])]
 
 
 @cache
@@ -162,14 +162,15 @@ class Chain:
             self._parent_golden, self.gain = golden, (1.0 + self.gain) * (1.0 - self._loss) - 1.0
 
 
-@pytest.mark.parametrize("trials", [12, pytest.param(2000, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("trials", SEQUENCES)
 @pytest.mark.parametrize("loss", [0.017, 0.025])
 def test_a_chain_of_small_losses_stays_within_two_per_cent_of_the_base_draft(loss: float, trials: int) -> None:
     """Also where each candidate alone loses more than it may, and twenty are tried."""
     rng, beyond, promoted = np.random.default_rng(43), 0, 0
     for _ in range(trials):
         chain = Chain(rng, loss)
-        for _ in range(20):
+        # No candidate brings back what was lost.
+        while len(chain.verdicts) < 20 and chain.gain >= -0.02:
             chain.step()
         beyond += chain.gain < -0.02
         promoted += sum(one.promoted for one in chain.verdicts)

@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -7,7 +8,10 @@ import pytest
 from service.core import Progress, RunState, TrainingRun, Trigger, Verdict
 from service.lifecycle import policy
 from service.lifecycle.policy import MAX_DOUBLINGS, Backoff, backoff, lacking
+from service.settings import GateSettings
+from service.store.log.held_out import HeldOut
 from service.store.log.training_texts import UntrainedCounts
+from service.store.registry.run_history import RunTimes
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 ENOUGH = UntrainedCounts(cases=100, tokens=1000, generations=20)
@@ -91,8 +95,9 @@ def ago(seconds: float, *, hold: float, rollbacks: int = 1) -> Backoff:
         # A rejected run used up its cases; only new data or drift start the next.
         (UntrainedCounts(0, 0, 0), run(RunState.REJECTED, 61), {"drifted": True}, None),
         (QUARTER, run(RunState.REJECTED, 61), {}, None),
-        (QUARTER, run(RunState.REJECTED, 61), {"drifted": True}, Trigger.DRIFT),
-        (ENOUGH, run(RunState.REJECTED, 61), {}, Trigger.CASES),
+        (QUARTER, run(RunState.REJECTED, 121), {"drifted": True}, Trigger.DRIFT),
+        (ENOUGH, run(RunState.REJECTED, 121), {}, Trigger.CASES),
+        (ENOUGH, run(RunState.REJECTED, 119), {}, None),
         # Drift waits for the cooldown too.
         (QUARTER, run(RunState.REJECTED, 59), {"drifted": True}, None),
         (QUARTER, None, {"drifted": True, "watching": True}, None),
@@ -163,6 +168,139 @@ def test_the_reason_names_the_missing_condition() -> None:
     assert "60 s" in taken and "3 adapters" in taken
     assert decide(ENOUGH, None, NOW, strain="on battery", **settings) == "on battery"  # pyright: ignore
     assert "20 of 25" in decide(replace(QUARTER, cases=20), None, NOW, drifted=True, **settings)  # pyright: ignore
+
+
+def runs(pattern: str, trigger: Trigger = Trigger.CASES) -> list[TrainingRun]:
+    """Newest first, the newest just over: R refused, P promoted, F failed, E ended by an operator, . under way."""
+    states = {
+        "R": RunState.REJECTED,
+        "P": RunState.PROMOTED,
+        "F": RunState.FAILED,
+        "E": RunState.ENDED,
+        ".": RunState.TRAINING,
+    }
+    return [replace(run(states[kind], 0), trigger=trigger) for kind in pattern]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "times"),
+    [
+        ("P", 1),
+        ("R", 2),
+        ("RR", 4),
+        ("RRPRR", 4),
+        ("F", 1),
+        ("FF", 2),
+        ("FR", 2),
+        ("FFR", 4),
+        ("RE", 2),
+        ("ER", 2),
+        ("R" * 5, 32),
+        ("R" * 16, 32),
+    ],
+)
+def test_every_refusal_in_a_row_doubles_the_cooldown_and_a_promotion_resets_it(pattern: str, times: int) -> None:
+    def waits(seconds: float) -> bool:
+        now = NOW + timedelta(seconds=seconds)
+        return policy.hindrance(runs(pattern), now, cooldown_seconds=60.0) is not None
+
+    assert waits(60.0 * times - 1) and not waits(60.0 * times)
+
+
+def test_practice_that_was_refused_does_not_delay_runs_on_logged_texts() -> None:
+    assert policy.refusals(runs("RRR", Trigger.PRACTICE)) == 0
+    assert policy.refusals([*runs("R"), *runs("P", Trigger.PRACTICE), *runs("R")]) == 2
+
+
+RULES = GateSettings()
+
+
+def gates(pattern: str, gain: float = 0.03) -> list[Verdict]:
+    """Verdicts of the gate, oldest first: P promoted, R refused, - not tested."""
+    return [
+        Verdict(kind == "P", kind, 50, 5000, gain, 0.0, 0.0, p_value=None if kind == "-" else 0.1, level=0.02)
+        for kind in pattern
+    ]
+
+
+def test_a_gate_needs_more_held_out_texts_after_refusals() -> None:
+    needed = [policy.prompts_needed(RULES, policy.levels(gates("R" * refused))[0]) for refused in (0, 5, 100)]
+    assert needed == [30, 53, 88]
+    assert policy.prompts_needed(GateSettings(max_prompts=40), 1e-9) == 40, "a gate draws no more"
+    level, after = policy.levels(gates("R" * 100))
+    assert policy.prompts_needed(RULES, after) < 60 and after > 100 * level
+    assert policy.levels(gates("-" * 100)) == policy.levels([])
+
+
+@pytest.mark.parametrize(
+    ("held_out", "lacks"),
+    [
+        (HeldOut(30, 30, 2000), None),
+        (HeldOut(29, 29, 2000), "29 of 30 held-out prompts"),
+        (HeldOut(30, 30, 1999), "1999 of 2000 held-out tokens"),
+        (HeldOut(30, 4, 2000), "4 of 5 held-out conversations"),
+    ],
+)
+def test_what_a_gate_lacks_of_held_out_texts(held_out: HeldOut, lacks: str | None) -> None:
+    found = policy.unjudgeable(held_out, RULES, policy.levels([])[0])
+    assert found == (None if lacks is None else f"too little to judge a run on: {lacks}")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [("", 0.02), ("P", 0.025), ("R", 0.01), ("R" * 8, 0.02 / 9), ("P" + "R" * 8, 0.02 / 9), ("R-P", 0.05 / 3)],
+)
+def test_the_expected_gain_is_that_of_the_last_verdicts(pattern: str, expected: float) -> None:
+    assert policy.expected_gain(gates(pattern)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("idle", "share", "pattern", "starts"),
+    [
+        (60.0, 0.0, "R" * 8, True),
+        (59.0, 0.0, "", False),
+        # A run of ten minutes costs 2.5: 2 % of 0.09 of a day pay for it, 0.22 % of 0.7 do not, and of 0.9 do.
+        (0.0, 0.08, "", False),
+        (0.0, 0.09, "", True),
+        (0.0, 0.7, "R" * 8, False),
+        (0.0, 0.9, "R" * 8, True),
+    ],
+)
+def test_a_run_starts_when_idle_or_when_it_pays_within_a_day(
+    idle: float, share: float, pattern: str, starts: bool
+) -> None:
+    found = policy.wrong_moment(idle, share, RunTimes(0.0, 600.0), gates(pattern))
+    assert (found is None) is starts
+    if found is not None:
+        assert "2.5 minutes" in found
+
+
+@pytest.mark.parametrize(
+    ("times", "per_day", "starts"),
+    [
+        (RunTimes(0.0, None), 120.0, True),
+        (RunTimes(6540.0, 660.0), 120.0, True),
+        (RunTimes(6541.0, 660.0), 120.0, False),
+        # A run that is longer than a day allows takes place once a day.
+        (RunTimes(0.0, 9000.0), 120.0, True),
+        (RunTimes(1.0, 9000.0), 120.0, False),
+        (RunTimes(0.0, None), 0.0, False),
+    ],
+)
+def test_runs_take_so_many_minutes_a_day(times: RunTimes, per_day: float, starts: bool) -> None:
+    assert (policy.used_up(times, per_day) is None) is starts
+
+
+def test_the_busy_share_is_that_of_the_last_day() -> None:
+    time = policy.BusyTime()
+    time.add(600.0, busy=True)
+    assert time.share == pytest.approx(1 / 6), "a server that has just started may be idle again soon"
+    for _ in range(48):
+        time.add(3600.0, busy=True)
+    assert time.share == 1.0
+    for _ in range(24):
+        time.add(3600.0, busy=False)
+    assert time.share == pytest.approx(math.exp(-1), rel=0.03)
 
 
 def watches(pattern: str) -> list[tuple[datetime, Verdict]]:

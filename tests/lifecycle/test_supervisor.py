@@ -6,6 +6,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from sqlalchemy import update
 
 from service.core import (
     BARE_DRAFT,
@@ -16,7 +17,9 @@ from service.core import (
     Staged,
     Trigger,
 )
-from tests.support.lifecycle_server import ENOUGH, WHO, Installation, check_consistent
+from service.store.log.generations import HELD_OUT
+from service.store.tables import training_runs
+from tests.support.lifecycle_server import ENOUGH, WHO, Installation, check_consistent, generation
 
 
 def test_enough_traffic_leads_to_a_better_adapter_that_serves(installation: Installation) -> None:
@@ -107,7 +110,7 @@ def test_a_candidate_that_loses_on_the_golden_set_is_refused(installation: Insta
         check_consistent(server)
 
 
-def test_the_cooldown_delays_the_next_run(installation: Installation) -> None:
+def test_the_cooldown_delays_the_next_run_and_a_refusal_doubles_it(installation: Installation) -> None:
     installation.plan_children(train="lose")
     with installation.server(cooldown_seconds=300.0) as server:
         server.traffic()
@@ -116,8 +119,71 @@ def test_the_cooldown_delays_the_next_run(installation: Installation) -> None:
         for _ in range(3):
             server.supervisor.tick()
         assert len(server.runs.latest(10)) == 1
-        installation.clock_offset = timedelta(seconds=301)
+        installation.clock_offset = timedelta(seconds=590)
+        server.supervisor.tick()
+        assert len(server.runs.latest(10)) == 1
+        state = server.supervisor.learning()
+        assert state.waits is not None and "1 runs were refused" in state.waits
+        assert state.refused == 1 and state.level < state.level_after_promotion
+        installation.clock_offset = timedelta(seconds=610)
         server.tick_until(server.ended(RunState.REJECTED, 2))
+
+
+def test_no_run_starts_before_its_gate_can_judge_it(installation: Installation) -> None:
+    installation.held_out = False
+    with installation.server() as server:
+        server.traffic()
+        for _ in range(3):
+            server.supervisor.tick()
+        state = server.supervisor.learning()
+        assert not server.runs.latest(1) and state.waits is not None
+        assert state.waits == "too little to judge a run on: 0 of 8 held-out prompts"
+        server.generations.add(
+            [generation(f"h{i}", cases=0, tokens=20, split=HELD_OUT) for i in range(state.held_out_needed)]
+        ).result(60)
+        server.tick_until(server.ended(RunState.PROMOTED))
+        found = server.supervisor.learning()
+        assert found.held_out == 8 and found.refused == 0 and found.minutes < 1.0
+        assert found.against_base.keys() == {"a"} and found.against_base["a"][0] > 0.0
+        check_consistent(server)
+
+
+def test_runs_take_so_many_minutes_of_a_day(installation: Installation) -> None:
+    installation.plan_children(train="lose")
+    with installation.server(minutes_per_day=10.0) as server:
+        server.traffic()
+        server.tick_until(server.ended(RunState.REJECTED))
+        began = update(training_runs).values(created_at=datetime.now(UTC) - timedelta(minutes=6))
+        server.db.write(lambda connection: connection.execute(began)).result(60)
+        server.traffic()
+        for _ in range(3):
+            server.supervisor.tick()
+        waits = server.supervisor.learning().waits
+        assert waits == "trained for 6 of 10 minutes in the last 24 hours; a run takes about 6"
+        installation.clock_offset = timedelta(hours=25)
+        server.tick_until(server.ended(RunState.REJECTED, 2))
+
+
+def test_a_run_that_is_due_waits_for_a_minute_without_requests(installation: Installation) -> None:
+    with installation.server() as server:
+        server.idle_seconds = 59.0
+        server.traffic()
+        for _ in range(3):
+            server.supervisor.tick()
+        waits = server.supervisor.learning().waits
+        assert not server.runs.latest(1) and waits is not None and "waits for a minute without requests" in waits
+        server.idle_seconds = 60.0
+        server.tick_until(server.ended(RunState.PROMOTED))
+
+
+def test_a_busy_server_trains_when_the_expected_gain_pays_within_a_day(installation: Installation) -> None:
+    with installation.server() as server:
+        server.idle_seconds = 0.0
+        server.traffic()
+        server.supervisor.tick()
+        assert not server.runs.latest(1), "it is not known yet that it is busy"
+        installation.clock_offset = timedelta(minutes=30)
+        server.tick_until(server.ended(RunState.PROMOTED))
 
 
 def test_old_generations_are_purged(installation: Installation) -> None:
@@ -140,7 +206,7 @@ def test_what_is_too_old_is_purged_with_its_targets(installation: Installation) 
     long_ago = (datetime.now(UTC) - timedelta(days=3)).timestamp()
     for path in (files[0], files[2]):
         os.utime(path, (long_ago, long_ago))
-    installation.max_days = 2.0
+    installation.max_days, installation.held_out = 2.0, False
     with installation.server(enabled=False) as server:
         server.traffic(20)
         installation.clock_offset = timedelta(days=1)

@@ -38,6 +38,7 @@ from service.core import (
     Grammar,
     GrammarKind,
     History,
+    LearningState,
     NotFound,
     Overloaded,
     PracticeState,
@@ -302,6 +303,18 @@ class InMemoryOperator:
         self.keys: dict[str, int] = {}
         self.erased: list[tuple[Selection, bool]] = []
         self.practice_state = PracticeState(False)
+        self.learning_state = LearningState(
+            waits="12 of 400 failure cases",
+            refused=1,
+            level=0.0068,
+            level_after_promotion=0.025,
+            held_out=12,
+            held_out_needed=38,
+            minutes=3.0,
+            minutes_per_day=120.0,
+            expected_gain=0.01,
+            against_base={"golden set": (-0.004, -0.012, 0.005), "sql": (0.06, 0.03, 0.09)},
+        )
         self.known = [make_adapter(3, AdapterState.ACTIVE), make_adapter(2, AdapterState.RETIRED)]
 
     def request_training(self, idempotency_key: str | None, practice_minutes: float | None = None) -> TrainingRun:
@@ -330,6 +343,9 @@ class InMemoryOperator:
         if not 0 < run_id <= len(self.known_runs):
             raise NotFound(f"there is no training run {run_id}")
         return self.known_runs[run_id - 1]
+
+    def learning(self) -> LearningState:
+        return self.learning_state
 
     def practice(self) -> PracticeState:
         return self.practice_state

@@ -45,7 +45,7 @@ from service.lifecycle.switching import Switching
 from service.models.fingerprint import folder_sha256
 from service.settings import GateSettings, TrainingSettings
 from service.store.database import integrity
-from service.store.log.generations import split_of
+from service.store.log.generations import HELD_OUT, TRAIN, split_of
 from service.store.processes.members import HostProcess, Members
 from service.store.registry.adapters import EvaluationKind
 from service.store.stores import Stores
@@ -59,6 +59,8 @@ HERE = HostProcess.here()
 _numbers = itertools.count()
 ENOUGH = 8
 """Generations that start a run, and that end a watch."""
+HELD_OUT_TEXTS = 24
+"""Held-out generations of an installation: enough to judge a run on after many refusals."""
 
 
 def generation(
@@ -69,18 +71,20 @@ def generation(
     store: bool = True,
     tie: bool = False,
     domain: str | None = "a",
+    split: str = TRAIN,
 ) -> Generation:
-    """One conversation of the training split, with four output tokens per case unless `tokens` says otherwise."""
+    """One conversation of the training split, or of `split`, with four output tokens per case or `tokens` of them."""
     asked = (f"question {name} {i}" for i in itertools.count())
     tokens = tokens or 4 * max(cases, 1)
     return Generation(
         id=name,
         prompt=Prompt(
-            (1, 2, 3),
+            # Of held-out texts each prompt counts once.
+            (1, 2, 3) if split == TRAIN else (1, 2, zlib.crc32(name.encode())),
             Sampling(),
             domain="a",
             store=store,
-            first_user=next(one for one in asked if split_of(one) == "train"),
+            first_user=next(one for one in asked if split_of(one) == split),
         ),
         output=(*range(tokens - 1), zlib.crc32(name.encode())),
         finish=FinishReason.LENGTH,
@@ -253,6 +257,9 @@ class Server:
             machine="a test's machine",
             clock=None if self.behind else lambda: datetime.now(UTC) + installation.clock_offset,
         )
+        if installation.held_out:
+            made = [generation(f"held-out-{i}", cases=0, tokens=12, split=HELD_OUT) for i in range(HELD_OUT_TEXTS)]
+            self.generations.add(made).result(60)
         self.supervisor = Supervisor(
             context,
             practice=PracticeChoice(context.rules.training, installation.home),
@@ -333,6 +340,8 @@ class Installation:
         self.max_days: float | None = None
         self.watch, self.backoff = ENOUGH, 0.0
         self.forget: dict[str, Forget] = {}
+        self.held_out = True
+        """Whether the log begins with texts that runs can be judged on."""
         self.plan_children()
 
     def plan_children(self, train: str = "pass", score: str = "fair", cases: Mapping[str, int] | None = None) -> None:

@@ -12,24 +12,15 @@ from service.learning.masks import NO_MASKS, Masks
 from service.learning.scoring.acceptance import acceptance
 from service.learning.scoring.expected import calls_by_length, expected_accepted
 from service.store.log.generations import Generations
-from service.store.log.likeness import is_client
-from service.store.log.sampler import Text, conversation, sample
-
-POOL = 2
-"""Conversations drawn from for each text of a gate, so that successive gates share about half of their texts."""
+from service.store.log.held_out import draw
+from service.store.log.sampler import Text, conversation
 
 
 def held_out(
     stored: Generations, who: Provenance, *, limit: int, run: int, seeds: Sequence[Text] = ()
 ) -> list[Generation]:
-    """At most `limit` logged generations to judge the candidate of `run` on: none was trained on, equal texts count once, no
-    client and no template has more than its share (store.log.sampler). Each run draws from twice as many conversations. seeds:
-    texts that practice began like; what shares conversation or template with one is left out."""
-    conversations = {one.conversation for one in seeds}
-    templates = {group for one in seeds for group in one.groups if not is_client(group)}
-    drawn = stored.held_out_texts(who, POOL * limit)
-    apart = [one for one in drawn if one.conversation not in conversations and not one.groups & templates]
-    texts = sample(apart, limit, run)
+    """The generations that a gate measures on (`store.log.held_out.draw`), newest first."""
+    texts = draw(stored, who, limit=limit, run=run, seeds=seeds)
     return [found for found in stored.by_ids([one.id for one in texts]) if found.prompt.tokens]
 
 

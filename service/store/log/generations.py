@@ -125,6 +125,17 @@ class Generations:
                     found.append(one)
         return found
 
+    def output_tokens(self, names: Sequence[str]) -> int:
+        """Output tokens of the generations with these ids together."""
+        query = select(func.sum(generations.c.output_tokens)).where(generations.c.id.in_(list(names)))
+        with self._db.read() as connection:
+            return connection.execute(query).scalar() or 0
+
+    def end(self) -> int:
+        """The newest generation's seq; 0 in an empty log."""
+        with self._db.read() as connection:
+            return log_end(connection)
+
     def texts_after(self, who: Provenance, seq: int, limit: int) -> list[Text]:
         """The newest `limit` of this pair that were recorded after one and have an answer, newest first."""
         return [text_of(row) for row in newest_of_pair(self._db, who, limit, *TEXT, after=seq)]

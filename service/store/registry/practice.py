@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any
 
 from sqlalchemy import Row, func, select
 
 from service.core import Provenance, RunState, Trigger
 from service.store.database import Database
-from service.store.registry.run_history import of_pair
+from service.store.registry.run_history import DAY, of_pair, seconds_of
 from service.store.tables import generations, training_runs
 from service.store.times import utc
 
 MINUTES = "practice_minutes"
 """In a run's recipe, how long it may practise."""
-DAY = timedelta(hours=24)
 NEWEST = 64
 """Practice runs that are looked at."""
 MOST_NEW = 1000
@@ -58,8 +57,4 @@ def practised(database: Database, who: Provenance, now: datetime) -> Practised:
 def _seconds(run: Row[*tuple[Any, ...]], now: datetime) -> float:
     """How long a run took. One without a verdict no longer than it might practise: one that was killed with its server ends
     when the next server starts."""
-    end = now if run.finished_at is None else utc(run.finished_at)
-    seconds = max((end - utc(run.created_at)).total_seconds(), 0.0)
-    if not RunState(run.state).gives_texts_back:
-        return seconds
-    return min(seconds, 60 * json.loads(run.config).get(MINUTES, math.inf))
+    return seconds_of(run, now, 60 * json.loads(run.config).get(MINUTES, math.inf))

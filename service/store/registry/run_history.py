@@ -2,20 +2,62 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from statistics import median
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Row, func, select
 
 from service.core import Provenance, RunState, Trigger
+from service.store.database import Database
 from service.store.log.run_texts import Role
 from service.store.registry.crash_search import PastRun, Search, search
 from service.store.tables import generations, run_texts, training_runs
+from service.store.times import utc
 
 RUNS = 64
 """Past runs of a pair that are looked at."""
 _READ = (Role.NEW, Role.WINDOW, Role.REPLAY, Role.RELEASED)
 """Roles of texts that a run's child reads from the log. It learns from none of the SEED texts themselves."""
+
+
+DAY = timedelta(hours=24)
+TYPICAL = 8
+"""Newest runs with a verdict that say how long one takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunTimes:
+    """seconds: of a pair's runs on logged texts that began in the last 24 hours, scoring and pauses included. typical: median
+    of the newest runs with a verdict; None: there are none."""
+
+    seconds: float = 0.0
+    typical: float | None = None
+
+
+def run_times(database: Database, who: Provenance, now: datetime) -> RunTimes:
+    """How long runs of this pair took. now: the database's time."""
+    runs = training_runs.c
+    query = select(runs.state, runs.created_at, runs.finished_at, runs.config)
+    query = query.where(*of_pair(who), runs.trigger != Trigger.PRACTICE.value).order_by(runs.id.desc())
+    with database.read() as connection:
+        day = connection.execute(query.where(runs.created_at > (now - DAY).astimezone(UTC))).all()
+        judged = [state.value for state in RunState if state.judged]
+        typical = connection.execute(query.where(runs.state.in_(judged)).limit(TYPICAL)).all()
+    # A run that was lost with its server ends when the next server starts.
+    seconds = sum(seconds_of(row, now, json.loads(row.config).get("timeout_seconds", math.inf)) for row in day)
+    return RunTimes(seconds, median(seconds_of(row, now, math.inf) for row in typical) if typical else None)
+
+
+def seconds_of(run: Row[*tuple[Any, ...]], now: datetime, limit: float) -> float:
+    """How long a run took, or has taken so far. limit: of one that ended without a verdict, in seconds."""
+    end = now if run.finished_at is None else utc(run.finished_at)
+    seconds = max((end - utc(run.created_at)).total_seconds(), 0.0)
+    return min(seconds, limit) if RunState(run.state).gives_texts_back else seconds
 
 
 def of_pair(who: Provenance) -> tuple[ColumnElement[bool], ...]:
