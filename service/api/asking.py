@@ -13,6 +13,7 @@ from service.api.errors import ContextExceeded, ModelNotFound, ToolNotFound
 from service.api.exchange import Exchange
 from service.api.limits import Limits
 from service.api.mailbox import Mailbox
+from service.api.openings import Openings
 from service.core import BadRequest, Caller, Encoder, GenerationService, Grammar, Prompt, Sampling
 from service.metrics import Metrics
 
@@ -28,9 +29,9 @@ class Chat:
     strict: frozenset[str] = frozenset()
 
     @property
-    def first_user(self) -> str:
-        """The first user message."""
-        return next((str(turn["content"]) for turn in self.messages if turn["role"] == "user"), "")
+    def user_messages(self) -> list[str]:
+        """What the user said, in order."""
+        return [str(turn["content"]) for turn in self.messages if turn["role"] == "user"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,8 @@ class ModelNames:
 @dataclass(frozen=True, slots=True)
 class Frontend:
     """What the routes that generate have in common. defaults: sampling where a request to an OpenAI or Anthropic route says
-    nothing. share: requests with other keys may use each other's cached prefixes and look-ups."""
+    nothing. share: requests with other keys may use each other's cached prefixes and look-ups. openings: how conversations
+    began."""
 
     service: GenerationService
     encoder: Encoder
@@ -96,6 +98,7 @@ class Frontend:
     defaults: Sampling
     mailbox: Mailbox
     share: bool = False
+    openings: Openings = field(default_factory=Openings)
 
     async def submit(
         self, asked: Sequence[Asked], caller: Caller, *, each: int = 1, live: bool, route: str
@@ -122,7 +125,7 @@ class Frontend:
 
     def _encoded(self, asked: Sequence[Asked], each: int) -> tuple[list[Prompt], list[Answer]]:
         """The prompts, and their answers before anything of them is there. Waits for the tokenizer."""
-        prompts = [to_prompt(one, self.encoder, self.limits) for one in asked]
+        prompts = [to_prompt(one, self.encoder, self.limits, self.openings) for one in asked]
         return prompts, [self._answer(one) for one in asked for _ in range(each)]
 
     def _answer(self, asked: Asked) -> Answer:
@@ -160,14 +163,14 @@ def check_size(asked: Asked, limits: Limits) -> None:
         raise ContextExceeded(f"{asked.prompt_field} is too long: {reason}", field=asked.prompt_field)
 
 
-def to_prompt(asked: Asked, encoder: Encoder, limits: Limits) -> Prompt:
+def to_prompt(asked: Asked, encoder: Encoder, limits: Limits, openings: Openings) -> Prompt:
     """What is asked as the engine takes it, encoded. Raises BadRequest naming the field that cannot be served."""
     wanted, name = asked.max_tokens, asked.max_tokens_field
     if wanted is not None and wanted > limits.max_tokens and not asked.capped:
         raise BadRequest(f"{name} is {limits.max_tokens} at most", field=name)
     grammar = _grammar(asked, encoder)
     options = asked.prompt.options if isinstance(asked.prompt, Chat) and asked.split else None
-    tokens, first_user = _encode(asked, encoder)
+    tokens = _encode(asked, encoder)
     left = limits.max_context - len(tokens)
     if left < 1:
         reason = f"{len(tokens)} tokens leave no room in a context of {limits.max_context}"
@@ -182,7 +185,7 @@ def to_prompt(asked: Asked, encoder: Encoder, limits: Limits) -> Prompt:
         domain=asked.domain,
         client=asked.client,
         store=asked.store,
-        first_user=first_user,
+        first_user=_first_user(asked, openings),
         logprobs=asked.logprobs,
         num_draft_tokens=asked.num_draft_tokens,
         constraint=encoder.constraint(grammar, options) if grammar is not None else None,
@@ -214,13 +217,23 @@ def _name(tool: Mapping[str, object]) -> object:
     return function["name"] if isinstance(function, dict) else None
 
 
-def _encode(asked: Asked, encoder: Encoder) -> tuple[tuple[int, ...], str]:
+def _first_user(asked: Asked, openings: Openings) -> str:
     match asked.prompt:
         case Chat() as chat:
-            return encoder.encode_chat(chat.messages, chat.tools, chat.options), chat.first_user
+            return openings.distinguishing(chat.user_messages)
         case str() as text:
-            return encoder.encode_text(text), text
+            return text
+        case _:
+            return ""
+
+
+def _encode(asked: Asked, encoder: Encoder) -> tuple[int, ...]:
+    match asked.prompt:
+        case Chat() as chat:
+            return encoder.encode_chat(chat.messages, chat.tools, chat.options)
+        case str() as text:
+            return encoder.encode_text(text)
         case tokens:
             if any(not 0 <= token < encoder.vocabulary for token in tokens):
                 raise BadRequest(f"token ids are below {encoder.vocabulary}", field=asked.prompt_field)
-            return tuple(tokens), ""
+            return tuple(tokens)

@@ -135,7 +135,8 @@ class Prompt:
     store: bool = True
     """False: nothing of this request may be written anywhere."""
     first_user: str = ""
-    """The first user message, which decides the train / held-out split (hashed, see store.log.generations)."""
+    """The first user message that is not part of a common opening (api.openings). It names the conversation and decides the
+    train / held-out split by its hash (store.log.generations)."""
     kind: str | None = None
     """What this service calls prompts like this one; never from a request, so that no client's `domain` can be mistaken for
     it."""

@@ -86,7 +86,8 @@ class Drafting:
 
 
 def split_of(first_user: str) -> str:
-    """One prompt in five is held out, by the hash of its first user message: a chat that goes on stays on its side."""
+    """One prompt in five is held out, by the hash of the message that names its conversation: a chat that goes on stays on its
+    side."""
     return HELD_OUT if hashlib.sha256(first_user.encode("utf-8", "surrogatepass")).digest()[0] % 5 == 0 else TRAIN
 
 
