@@ -132,7 +132,6 @@ def lifecycle_rules(settings: Settings, folders: Folders, who: Provenance) -> Ru
         "training": settings.training.model_dump(),
         "gate": settings.gate.model_dump(),
         "k": settings.engine.num_draft_tokens,
-        "tie_margin": settings.engine.tie_margin,
         "provenance": asdict(who),
     }
     return Rules(

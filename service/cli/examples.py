@@ -55,7 +55,6 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     "adapters push": ("redraft adapters push ORG/NAME --adapter 3 --base-model ORG/DRAFT",),
     "runs list": ("redraft runs list", "redraft runs list --limit 5 --json -"),
     "runs show": ("redraft runs show 7", "redraft runs show 7 --json -"),
-    "runs export": ("redraft runs export", "redraft runs export 7 8 --experiment drafts"),
     "config show": (
         "redraft config show",
         "redraft config show engine store.url --config server.toml",

@@ -142,11 +142,10 @@ RUN_MOVES: Mapping[RunState, frozenset[RunState]] = {
 
 
 class Trigger(StrEnum):
-    """CASES: enough failure cases. DRIFT: the serving draft keeps less of the traffic than it used to. MANUAL: asked for.
-    PRACTICE: nothing is asked, and the run learns from text that the target writes for it; or practice was asked for."""
+    """CASES: enough failure cases. MANUAL: asked for. PRACTICE: nothing is asked, and the run learns from text that the
+    target writes for it; or practice was asked for."""
 
     CASES = "cases"
-    DRIFT = "drift"
     MANUAL = "manual"
     PRACTICE = "practice"
 

@@ -129,7 +129,7 @@ def _training_step(
 ) -> float:
     """Seconds of a step over a full batch of answers like these, on the cores of a training run. Leaves LoRA on the model."""
     lora.wrap(model, rank=training.rank, scale=training.scale, seed=0)
-    data = build(answers, max_length=training.max_length, reject_weight=training.reject_weight, vocabulary=vocabulary)
+    data = build(answers, max_length=training.max_length, vocabulary=vocabulary)
     batch, loss = collate(data.examples), TargetDivergence(model)
 
     def steps(count: int) -> None:

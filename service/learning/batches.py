@@ -15,11 +15,11 @@ from service.models.padding import padded, padded_rows
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """B examples padded at the end to one length L, and their N response positions (padded with weight 0).
+    """B examples padded at the end to one length L, and their response positions, padded to N.
 
-    tokens: (B, L) int32. at: (N,) index into the B x L hidden states that predict. ids, logprobs: (N, top). tail,
-    weight: (N,). examples: what the batch was made of. masks: (U, W) uint32, see AnswerMasks, and mask: (N,) which of them
-    holds at a position; None where no answer had to follow a grammar.
+    tokens: (B, L) int32. at: (N,) index into the B x L hidden states that predict. ids, logprobs: (N, top). tail: (N,).
+    weight: (N,), 1 at response positions and 0 at padding. examples: what the batch was made of. masks: (U, W) uint32, see
+    AnswerMasks, and mask: (N,) which of them holds at a position; None where no answer had to follow a grammar.
     """
 
     tokens: mx.array
@@ -44,8 +44,8 @@ class Batch:
 
     @property
     def loss_weight(self) -> float:
-        """Sum of the weights of all positions."""
-        return float(sum(example.weight.sum() for example in self.examples))
+        """Number of response positions, without padding: what the loss is a mean over."""
+        return float(sum(example.positions for example in self.examples))
 
     @property
     def texts(self) -> list[Ints]:
@@ -92,7 +92,7 @@ def collate(examples: Sequence[Example]) -> Batch:
         ids=mx.array(np.concatenate([*(e.ids for e in examples), ids])),
         logprobs=mx.array(np.concatenate([*(e.logprobs for e in examples), even])),
         tail=mx.array(np.concatenate([*(e.tail for e in examples), none])),
-        weight=mx.array(np.concatenate([*(e.weight for e in examples), np.zeros(spare, dtype=np.float32)])),
+        weight=mx.array(np.pad(np.ones(len(at), dtype=np.float32), (0, spare))),
         examples=tuple(examples),
         masks=masks,
         mask=mask,

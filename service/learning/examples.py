@@ -26,8 +26,8 @@ class Example:
     """One window of a generation. The hidden state at index `start` + i predicts the i-th output token learnt in it.
 
     tokens: (length,) the window's input: prompt tokens and output tokens but the last one that is learnt. ids, logprobs:
-    (n, top), tail: (n,), the target's normalised distribution given the whole text. weight: (n,). before: tokens of the text in
-    front of the window. masks: of the n positions, where the answer had to follow a grammar.
+    (n, top), tail: (n,), the target's normalised distribution given the whole text. before: tokens of the text in front of the
+    window. masks: of the n positions, where the answer had to follow a grammar.
     """
 
     tokens: Ints
@@ -35,7 +35,6 @@ class Example:
     ids: Ints
     logprobs: Floats
     tail: Floats
-    weight: Floats
     before: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     masks: AnswerMasks | None = None
 
@@ -64,7 +63,6 @@ def build(
     generations: Sequence[Generation],
     *,
     max_length: int,
-    reject_weight: float,
     vocabulary: int,
     masks: Masks = NO_MASKS,
     seed: int = 0,
@@ -73,17 +71,14 @@ def build(
     every output token once (see `windows`). Where there are more than WINDOWS for each text, every text keeps its first and
     `seed` draws the others.
 
-    reject_weight: of first rejections that are no ties. vocabulary: width of the draft's logits. Generations whose target
-    distribution is missing or damaged, or that have no output token to learn from, are skipped and counted; so are answers that
-    had to follow a grammar and have no masks.
+    vocabulary: width of the draft's logits. Generations whose target distribution is missing or damaged, or that have no output
+    token to learn from, are skipped and counted; so are answers that had to follow a grammar and have no masks.
     """
     texts: list[list[Example]] = []
     skipped: Counter[str] = Counter()
     for generation in generations:
         reason = _unusable(generation, masks, vocabulary)
-        examples = (
-            [] if reason else _examples(generation, masks.get(generation.id), max_length, reject_weight, vocabulary)
-        )
+        examples = [] if reason else _examples(generation, masks.get(generation.id), max_length, vocabulary)
         if examples:
             texts.append(examples)
         else:
@@ -135,9 +130,7 @@ def _unusable(generation: Generation, masks: Masks, vocabulary: int) -> str | No
     return None if whole and targets.positions == len(generation.output) else _DAMAGED
 
 
-def _examples(
-    generation: Generation, masks: AnswerMasks | None, max_length: int, reject_weight: float, vocabulary: int
-) -> list[Example]:
+def _examples(generation: Generation, masks: AnswerMasks | None, max_length: int, vocabulary: int) -> list[Example]:
     """The windows of a generation; none where its targets are damaged."""
     prompt, output, targets = generation.prompt.tokens, generation.output, generation.targets
     assert targets is not None
@@ -146,10 +139,6 @@ def _examples(
     sound = not np.isnan(logprobs).any() and not np.isnan(tail).any() and logprobs.max() < 1e-3
     if not sound or min(ids.min(), tokens.min()) < 0 or max(ids.max(), tokens.max()) >= vocabulary:
         return []
-    weight = np.ones(len(output), dtype=np.float32)
-    for case in generation.cases:
-        if not case.tie and 0 <= case.position < len(output):
-            weight[case.position] = reject_weight
     found: list[Example] = []
     for start, first, end in windows(len(prompt), len(tokens), max_length):
         here = slice(first - len(prompt), end - len(prompt))
@@ -160,7 +149,6 @@ def _examples(
                 ids=ids[here],
                 logprobs=logprobs[here],
                 tail=tail[here],
-                weight=weight[here],
                 before=tokens[:start],
                 masks=None if masks is None else masks.part(here),
             )

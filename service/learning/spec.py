@@ -28,9 +28,8 @@ class TrainJob:
 
     url: of the database. fencing: the run's token when the job was started. parent: folder of the adapter to train on top of,
     None for the bare draft (parent_id 0). out: folder of adapter folders. general: file of the general set, None where there is
-    none. cache: folder of computed targets (see TargetCache). k: longest draft length to score at, and the draft length of the
-    simulated rounds that give undrafted texts their cases. tie_margin: the engine's, in nats. practice: train on text that the
-    target writes; None: on what the run claimed. window: generations to learn from at least, see TrainingSettings.
+    none. cache: folder of computed targets (see TargetCache). k: longest draft length to score at, practice: train on text
+    that the target writes; None: on what the run claimed. window: generations to learn from at least, see TrainingSettings.
     own_texts_only: learn from what the run was claimed for and from nothing else, to find out whether that crashes.
     """
 
@@ -47,7 +46,6 @@ class TrainJob:
     training: TrainingSettings
     gate: GateSettings
     k: int
-    tie_margin: float
     provenance: Provenance
     window: int
     practice: Practice | None = None
@@ -99,7 +97,6 @@ def parse(line: str) -> JobSpec:
                 out=Path(spec["out"]),
                 general=_folder(spec["general"]),
                 cache=Path(spec["cache"]),
-                tie_margin=float(spec["tie_margin"]),
                 window=int(spec.get("window", training.window)),
                 practice=_practice(spec.get("practice")),
                 own_texts_only=bool(spec.get("own_texts_only", False)),

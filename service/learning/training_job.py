@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Sequence, Set
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
 
@@ -36,7 +36,6 @@ from service.learning.masks import answer_masks, usable
 from service.learning.recompute import recomputed_blocks
 from service.learning.scoring.budget import RUN_SHARE, token_budget, token_count, within_budget
 from service.learning.scoring.score import held_out, score, scores_message
-from service.learning.scoring.simulate import simulate_rounds
 from service.learning.spec import TrainJob
 from service.learning.targets import TargetCache, with_targets
 from service.learning.texts import training_texts
@@ -56,8 +55,6 @@ from service.store.replay.buffer import Replay
 log = logging.getLogger(__name__)
 
 CANDIDATE = "candidate"
-CASES_MESSAGE = 16
-"""Generations whose cases are sent in one message."""
 MAX_VALIDATION, VALIDATION_SHARE = 16, 0.05
 """Examples set aside for the validation loss: so many at most, this share of all."""
 
@@ -85,7 +82,7 @@ class TrainingJob:
         self.grammars = cache(partial(load_grammars, job))
 
     def run(self) -> None:
-        """Sends cases (where texts are undrafted), texts, progress, candidate, scores. Raises RedraftError."""
+        """Sends texts, progress, candidate, scores. Raises RedraftError."""
         self._check_current()
         learnt = self._learn()
         folder, sha256 = self._publish(learnt.draft.model, learnt.shape, learnt.vocabulary)
@@ -121,7 +118,7 @@ class TrainingJob:
         """What the run learns from. Sends which of it is in the window and which is replayed."""
         job, provenance = self.job, self.job.provenance
         replay, logged = Replay(self.database), TrainingTexts(self.database)
-        claimed = self._with_cases(logged.claimed(job.run), logged.undrafted(job.run))
+        claimed = logged.claimed(job.run)
         if job.own_texts_only:
             # No text is left out, so that surviving them says something about each.
             again = logged.claimed_again(job.run)
@@ -142,43 +139,6 @@ class TrainingJob:
             "%d generations: of %d new ones, %d before them, and replayed ones", len(texts), len(claimed), len(earlier)
         )
         return texts
-
-    def _with_cases(self, claimed: Sequence[Generation], undrafted: Set[str]) -> list[Generation]:
-        """Add to undrafted texts the cases that the parent would have left there, and send these. Texts that cannot be scored
-        get none."""
-        job = self.job
-        waiting = [generation for generation in claimed if generation.id in undrafted]
-        if not waiting:
-            return list(claimed)
-        draft = load_draft(job)
-        if job.parent is not None:
-            lora.attach(draft.model, job.parent, job.provenance.draft)
-        model = as_served(draft.model, serving_vocabulary(job, job.parent))
-        simulated: dict[str, Generation] = {}
-        for start in range(0, len(waiting), CASES_MESSAGE):
-            some = waiting[start : start + CASES_MESSAGE]
-            found = self._simulate(model, some)
-            cases: dict[str, list[dict[str, object]]] = {generation.id: [] for generation in some}
-            cases |= {generation.id: [asdict(case) for case in generation.cases] for generation in found}
-            self.channel.send("cases", {"cases": cases})
-            simulated |= {generation.id: generation for generation in found}
-        return [merge_cases(generation, simulated.get(generation.id)) for generation in claimed]
-
-    def _simulate(self, model: nn.Module, generations: Sequence[Generation]) -> list[Generation]:
-        """Those that have targets, and masks where they need them, with the rounds and cases of `model`."""
-        masks = answer_masks(generations, self.grammars)
-        whole = [g for g in generations if g.prompt.tokens and g.targets and g.targets.positions == len(g.output)]
-        simulated = simulate_rounds(
-            model,
-            usable(whole, masks),
-            k=self.job.k,
-            adapter=self.job.parent_id,
-            vocabulary=target_width(self.job),
-            tie_margin=self.job.tie_margin,
-            masks=masks,
-            between=self.channel.hold,
-        )
-        return [one.generation for one in simulated]
 
     def _data(self) -> tuple[Dataset, TrainingPlan, list[tuple[int, ...]]]:
         """The examples, how they are trained on, and the tokens of each text, prompt included. The texts themselves, with the
@@ -205,7 +165,6 @@ class TrainingJob:
             return build(
                 complete,
                 max_length=max_length,
-                reject_weight=job.training.reject_weight,
                 vocabulary=shared_width(job),
                 masks=masks,
                 seed=job.run,
@@ -391,11 +350,3 @@ def _set_aside(examples: Sequence[Example]) -> tuple[list[Example], list[Example
     aside = {i * stride for i in range(count)}
     learnt = [example for i, example in enumerate(examples) if i not in aside]
     return learnt, [examples[i] for i in sorted(aside)] or learnt[:MAX_VALIDATION]
-
-
-def merge_cases(generation: Generation, simulated: Generation | None) -> Generation:
-    """The generation with the cases of `simulated` at positions where it has none itself."""
-    if simulated is None:
-        return generation
-    cases = {case.position: case for case in (*simulated.cases, *generation.cases)}
-    return replace(generation, cases=tuple(cases[position] for position in sorted(cases)))

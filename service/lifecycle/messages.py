@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias, cast
 
-from service.core import FailureCase, Progress, RunState, Score
+from service.core import Progress, RunState, Score
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,6 @@ class Scores:
 
 
 @dataclass(frozen=True, slots=True)
-class Cases:
-    """by_generation: id of an undrafted text to the cases that the draft would have left there."""
-
-    by_generation: Mapping[str, Sequence[FailureCase]]
-
-
-@dataclass(frozen=True, slots=True)
 class Texts:
     """Generation ids of what a run learns from besides what it was claimed for."""
 
@@ -78,7 +71,7 @@ class Throttled:
 
 
 Ending: TypeAlias = Done | Failed
-Message: TypeAlias = Progress | Texts | Candidate | Scores | Cases | Ending
+Message: TypeAlias = Progress | Texts | Candidate | Scores | Ending
 
 
 def parse(message: Mapping[str, object]) -> Message | Throttled:
@@ -110,9 +103,6 @@ def parse(message: Mapping[str, object]) -> Message | Throttled:
                 _scores(message.get("golden", {}), "golden"),
                 {name: _positive(cost, "step") for name, cost in _object(message.get("steps", {}), "steps").items()},
             )
-        case "cases":
-            by_generation = _object(message.get("cases"), "cases")
-            return Cases({name: tuple(_case(item) for item in _list(by_generation, name)) for name in by_generation})
         case "failed":
             state = RunState.OUT_OF_MEMORY if message.get("memory") is True else RunState.FAILED
             return Failed(_text(message, "reason"), state)
@@ -203,17 +193,4 @@ def _score(value: object) -> Score:
         rounds=_integer(item, "rounds"),
         accepted=_integer(item, "accepted"),
         predicted=_number(item, "predicted"),
-    )
-
-
-def _case(value: object) -> FailureCase:
-    item = _object(value, "case")
-    return FailureCase(
-        position=_integer(item, "position"),
-        drafted=_integer(item, "drafted"),
-        target=_integer(item, "target"),
-        p=_number(item, "p"),
-        q=_number(item, "q"),
-        margin=_number(item, "margin"),
-        tie=item.get("tie") is True,
     )

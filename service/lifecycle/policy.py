@@ -17,8 +17,6 @@ from service.store.log.training_texts import UntrainedCounts
 from service.store.registry.practice import Practised
 from service.store.registry.run_history import RunTimes
 
-DRIFT_SHARE = 0.25
-"""After drift this share of the usual cases and tokens is enough: what is new has to be learnt soon, but not from nothing."""
 MAX_DOUBLINGS = 5
 """Of the time to wait after failures, or rollbacks, in a row."""
 SMALLER_AFTER = frozenset({RunState.OUT_OF_MEMORY, RunState.TIMED_OUT})
@@ -223,23 +221,17 @@ def decide(
     *,
     min_cases: int,
     min_tokens: int,
-    drifted: bool = False,
 ) -> Trigger | str:
     """A trigger when a run on logged texts should start now, else the reason why not.
 
     counts: what a run could learn from; undrafted texts count with the cases that are expected of them. hindered: see
-    `hindrance`. drifted: less of what the serving draft proposes is accepted than used to be.
+    `hindrance`.
 
-    A run that was rejected has had its texts, so the same thresholds demand that many new ones; after drift it takes fewer.
+    A run that was rejected has had its texts, so the same thresholds demand that many new ones.
     """
     if hindered is not None:
         return hindered
-    missing = lacking(counts, Trigger.CASES, min_cases=min_cases, min_tokens=min_tokens)
-    if missing is None:
-        return Trigger.CASES
-    if drifted:
-        missing = lacking(counts, Trigger.DRIFT, min_cases=min_cases, min_tokens=min_tokens)
-    return missing or Trigger.DRIFT
+    return lacking(counts, min_cases=min_cases, min_tokens=min_tokens) or Trigger.CASES
 
 
 def practice_minutes(done: Practised, *, per_day: float, idle_seconds: float, user: str | None) -> float | str:
@@ -260,12 +252,8 @@ def practice_minutes(done: Practised, *, per_day: float, idle_seconds: float, us
     return min(left, RUN_MINUTES)
 
 
-def lacking(counts: UntrainedCounts, trigger: Trigger, *, min_cases: int, min_tokens: int) -> str | None:
-    """What a run of this trigger lacks of failure cases or tokens; None: nothing. A run that was asked for needs one case."""
-    if trigger is Trigger.MANUAL:
-        min_cases = min_tokens = 1
-    elif trigger is Trigger.DRIFT:
-        min_cases, min_tokens = math.ceil(min_cases * DRIFT_SHARE), math.ceil(min_tokens * DRIFT_SHARE)
+def lacking(counts: UntrainedCounts, *, min_cases: int, min_tokens: int) -> str | None:
+    """What a run that starts by itself lacks: failure cases or tokens. None: nothing."""
     if counts.expected_cases < min_cases:
         return f"{counts.expected_cases:.0f} of {min_cases} failure cases"
     if counts.expected_tokens < min_tokens:

@@ -36,7 +36,6 @@ from service.core import (
 from service.lifecycle import policy, training
 from service.lifecycle.cleaning import clean
 from service.lifecycle.context import LifecycleContext
-from service.lifecycle.drift_monitor import DriftMonitor
 from service.lifecycle.erasing import Eraser
 from service.lifecycle.jobs import Demand, JobSlot
 from service.lifecycle.machine import Strain, machine_strain, somebody_here
@@ -83,7 +82,6 @@ class Supervisor:
         self._jobs = JobSlot(context, lambda: Demand(busy(), asked=idle_seconds() == 0.0), self._strain)
         self._watch = Watch(context)
         self._timing = RunTiming(context, idle_seconds)
-        self._drift = DriftMonitor(context)
         self._eraser = Eraser(context, self._jobs, forget or {})
         self._lock = threading.RLock()
         self._switch_error = ""
@@ -245,7 +243,6 @@ class Supervisor:
             hindered,
             min_cases=rules.min_cases,
             min_tokens=rules.min_tokens,
-            drifted=rules.enabled and self._drift.update().alarm,
         )
         if isinstance(decision, Trigger):
             decision = self._timing.hindrance() or decision

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -28,7 +27,7 @@ from service.lifecycle.context import LifecycleContext
 from service.lifecycle.gate import Scored
 from service.lifecycle.jobs import Demand
 from service.lifecycle.machine import Strain
-from service.lifecycle.messages import Candidate, Cases, Done, Failed, Message, Scores, Texts
+from service.lifecycle.messages import Candidate, Done, Failed, Message, Scores, Texts
 from service.store.log.run_texts import Role
 from service.store.registry.practice import MINUTES
 from service.store.registry.runs import OWN_TEXTS
@@ -121,7 +120,6 @@ class RunJob:
         self._candidate: AdapterRef | None = None
         self._scores: Scores | None = None
         self._paused: str | None = None
-        self._cases_added = False
         self._dropped = False
         """It was stopped here: what it sent before no longer counts."""
         self._paused_seconds = 0.0
@@ -181,14 +179,9 @@ class RunJob:
         if self._dropped:
             return  # sent before it was stopped
         match message:
-            case Cases(found):
-                runs.add_cases(run.id, run.fencing, found)
-                self._cases_added = True
             case Progress():
                 runs.progress(run.id, run.fencing, replace(message, paused=self._paused))
                 self._context.events.training(runs.get(run.id))
-            case Texts() if reason := self._too_poor():
-                self._stop(RunState.FAILED, f"its undrafted texts had fewer cases than expected: {reason}")
             case Texts(window, replay):
                 runs.record_texts(run.id, run.fencing, Role.WINDOW, window)
                 runs.record_texts(run.id, run.fencing, Role.REPLAY, replay)
@@ -327,20 +320,6 @@ class RunJob:
         self._context.end_run(self._run.id, state, reason)
         self._dropped = True
         self._child.stop()
-
-    def _too_poor(self) -> str | None:
-        """What the run lacks now that the cases of its undrafted texts are known; None: nothing, or it had no such texts. A
-        smaller run than usual needs less in proportion, and one that looks for the cause of a crash needs nothing."""
-        if not self._cases_added or self._config.get(OWN_TEXTS):
-            return None
-        rules, found = self._context.rules.training, self._context.stores.training_texts.counts_of(self._run.id)
-        share = min(self._config[MAX_GENERATIONS] / rules.max_generations, 1.0)
-        return policy.lacking(
-            found,
-            self._run.trigger,
-            min_cases=math.ceil(share * rules.min_cases),
-            min_tokens=math.ceil(share * rules.min_tokens),
-        )
 
     def _offer_replay(self) -> None:
         """Offer what this run learnt from to the replay buffer: the next runs replay some of it."""

@@ -168,7 +168,7 @@ def example(seed: int, vocabulary: int) -> Example:
     logprobs = np.log(rng.dirichlet(np.ones(TOP_TARGETS + 1), size=40)).astype(np.float32)
     ids = np.stack([rng.choice(vocabulary, TOP_TARGETS, replace=False) for _ in range(40)]).astype(np.int32)
     tokens = rng.integers(0, vocabulary, 160).astype(np.int32)
-    return Example(tokens, 120, ids, logprobs[:, :-1], logprobs[:, -1], np.ones(40, dtype=np.float32))
+    return Example(tokens, 120, ids, logprobs[:, :-1], logprobs[:, -1])
 
 
 def test_a_training_step_takes_less_than_two_seconds(pair: Pair) -> None:

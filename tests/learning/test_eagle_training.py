@@ -39,7 +39,7 @@ def head(target: Model) -> Head:
 
 def some_batch(target: Model, vocabulary: int = VOCABULARY) -> Batch:
     texts = with_targets(target, random_texts(4, seed=2, vocabulary=vocabulary), vocabulary)
-    return collate(build(texts, max_length=128, reject_weight=2.0, vocabulary=vocabulary).examples)
+    return collate(build(texts, max_length=128, vocabulary=vocabulary).examples)
 
 
 def by_step(head: Head, batch: Batch, objective: Objective) -> list[mx.array]:
@@ -67,7 +67,7 @@ def test_every_position_is_learnt_in_one_step_of_a_round(
 
 def test_a_window_has_the_targets_hidden_states_of_the_whole_text(target: Model, head: Head) -> None:
     texts = with_targets(target, [t for t in random_texts(8, seed=3) if len(t.prompt.tokens) + len(t.output) > 24])
-    examples = build(texts, max_length=24, reject_weight=1.0, vocabulary=VOCABULARY).examples
+    examples = build(texts, max_length=24, vocabulary=VOCABULARY).examples
     batch = collate(examples)
     found = window_states(head, None, batch, LEARNT_STEPS)
     length = batch.tokens.shape[1]
@@ -104,7 +104,7 @@ def test_every_matrix_of_the_adapter_learns_from_the_first_step_on(target: Model
 @pytest.mark.nightly
 def test_a_trained_adapter_is_served_scored_and_continued(target: Model, head: Head, tmp_path: Path) -> None:
     texts = served(target, tiny_llama(5), [Sampling(max_tokens=24)] * 12, k=0)
-    data = build(texts, max_length=128, reject_weight=1.0, vocabulary=VOCABULARY)
+    data = build(texts, max_length=128, vocabulary=VOCABULARY)
 
     def calls(model: nn.Module) -> np.ndarray:
         return np.array([s.calls for s in score(model, texts, k=3, vocabulary=VOCABULARY)]).sum(axis=0)

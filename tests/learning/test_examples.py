@@ -12,7 +12,7 @@ from service.core import Generation, Targets
 from service.learning.batches import batches, collate
 from service.learning.examples import Dataset, build, unpack, windows
 from service.models.padding import LENGTHS
-from tests.support.logged_texts import VOCABULARY, case, generation, random_texts, with_targets
+from tests.support.logged_texts import VOCABULARY, generation, random_texts, with_targets
 from tests.support.oracle import tiny_llama
 
 
@@ -21,8 +21,8 @@ def texts() -> list[Generation]:
     return with_targets(tiny_llama(1), random_texts(23, seed=5))
 
 
-def made(generations: list[Generation], max_length: int = 512, reject_weight: float = 2.0) -> Dataset:
-    return build(generations, max_length=max_length, reject_weight=reject_weight, vocabulary=VOCABULARY)
+def made(generations: list[Generation], max_length: int = 512) -> Dataset:
+    return build(generations, max_length=max_length, vocabulary=VOCABULARY)
 
 
 def test_targets_are_shifted_by_one_and_the_prompt_is_masked(texts: list[Generation]) -> None:
@@ -103,7 +103,7 @@ def test_long_texts_cost_a_run_no_more_than_two_windows_each(texts: list[Generat
     assert len(firsts) == 20 * (len(short) + 2), "every text keeps its first window"
 
     def learnt(seed: int) -> list[tuple[int, ...]]:
-        data = build(long, max_length=16, reject_weight=1.0, vocabulary=VOCABULARY, seed=seed)
+        data = build(long, max_length=16, vocabulary=VOCABULARY, seed=seed)
         return [tuple(example.tokens.tolist()) for example in data.examples]
 
     assert learnt(1) == learnt(1)
@@ -134,14 +134,6 @@ def test_unusable_generations_are_skipped_and_counted(texts: list[Generation]) -
     assert sum(found.skipped.values()) == len(bad)
     assert found.skipped["no response token"] == 2
     assert found.skipped["no targets"] == 1
-
-
-def test_first_rejections_weigh_more_and_ties_do_not(texts: list[Generation]) -> None:
-    long = max(texts, key=lambda text: len(text.output))
-    text = replace(long, cases=(case(0), case(3), case(4, tie=True), case(10_000)))
-    (example,) = made([text], reject_weight=3.0).examples
-    expected = [3.0 if i in {0, 3} else 1.0 for i in range(len(text.output))]
-    assert example.weight.tolist() == expected
 
 
 def test_an_epoch_has_every_example_once_in_few_shapes(texts: list[Generation]) -> None:

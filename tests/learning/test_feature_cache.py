@@ -129,7 +129,7 @@ def test_epochs_and_scores_read_the_target_once(target: Target) -> None:
     losses, calls = list[tuple[float, ...]](), list[np.ndarray]()
     for limit in (None, PLENTY):
         head = bound(target, limit)
-        examples = build(texts, max_length=24, reject_weight=1.0, vocabulary=VOCABULARY).examples
+        examples = build(texts, max_length=24, vocabulary=VOCABULARY).examples
         lora.wrap(head, rank=4, scale=2.0, seed=0)
         epochs = [batch for seed in range(3) for batch in batches(examples, 3, seed)]
         report = train(head, epochs, loss_fn=TargetDivergence(head), optimiser=Optimiser(1e-3, len(epochs)))
@@ -145,7 +145,7 @@ def test_epochs_and_scores_read_the_target_once(target: Target) -> None:
 
 def test_a_window_reads_the_features_of_its_place(target: Target) -> None:
     texts = with_targets(target, random_texts(8, seed=3), VOCABULARY)
-    examples = build(texts, max_length=24, reject_weight=1.0, vocabulary=VOCABULARY).examples
+    examples = build(texts, max_length=24, vocabulary=VOCABULARY).examples
     cached, alone = bound(target, PLENTY), bound(target, None)
     for seed in range(2):
         for batch in batches(examples, 3, seed):

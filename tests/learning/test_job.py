@@ -17,7 +17,7 @@ import psutil
 import pytest
 from mlx_lm.tuner.utils import load_adapters
 
-from service.core import AcceptRule, RunState, Score, TrainingFailed
+from service.core import RunState, Score, TrainingFailed
 from service.learning import training_job
 from service.learning.batches import Batch
 from service.learning.channel import ORPHANED, Channel
@@ -26,9 +26,7 @@ from service.learning.loading import training_shape
 from service.learning.losses import TargetDivergence
 from service.learning.memory_errors import is_out_of_memory
 from service.learning.scoring.score import score
-from service.learning.scoring.simulate import simulate_rounds
 from service.learning.spec import TrainJob, parse
-from service.learning.training_job import merge_cases
 from service.models import vocabulary
 from service.models.fingerprint import folder_sha256
 from service.models.heads import cut
@@ -37,8 +35,7 @@ from service.models.training_memory import TrainingPlan, TrainingShape, plan_tra
 from service.store.log.generations import TRAIN, Generations, split_of
 from service.store.log.training_texts import TrainingTexts
 from tests.support.databases import BY_NIGHT
-from tests.support.logged_texts import VOCABULARY, case
-from tests.support.logged_texts import generation as logged_generation
+from tests.support.logged_texts import VOCABULARY
 from tests.support.training_child import (
     TRAINING,
     Child,
@@ -185,51 +182,6 @@ def test_a_second_run_starts_from_the_first_and_reuses_its_targets(
         texts = Generations(home.database).by_ids(ids)
         expected = score(model, texts, k=3, vocabulary=VOCABULARY)
         assert np.allclose([s["calls"] for s in scored[name]], [s.calls for s in expected], rtol=1e-4)
-
-
-def test_undrafted_texts_get_the_cases_that_the_parent_would_have_left(home: Home, logged_pair: LoggedPair) -> None:
-    first = home.spec(training={"epochs": 2})
-    parent = of_type(perform(first), "candidate")[0]["folder"]
-    home.runs.move(first["run"], first["fencing"], RunState.ENDED)
-    # As if every second text had been decoded without the draft; one position of them has a case already.
-    own = case(0, tie=True)
-    settled = tuple(g.id for g in logged_pair.logged if g.prompt.sampling.rule is AcceptRule.MATCH)
-    change = (
-        "delete from failure_cases where seq % 2",
-        "insert into failure_cases (seq, position, drafted, target, p, q, margin, tie)"
-        f" select seq, 0, {own.drafted}, {own.target}, {own.p}, {own.q}, {own.margin}, 1 from generations where seq % 2",
-        f"update generations set cases = null where seq % 2 and split = 'train' and id in {settled}",
-        "delete from generation_targets where seq in (select max(seq) from generations where cases is null)",
-    )
-    home.database.write(lambda connection: [connection.exec_driver_sql(one) for one in change]).result(60)
-    spec = home.spec(training={"epochs": 1}, parent=parent, parent_id=5, tie_margin=0.5)
-    texts = TrainingTexts(home.database)
-    claimed, names = texts.claimed(spec["run"]), texts.undrafted(spec["run"])
-    assert 5 < len(names) < len(claimed)
-    messages = perform(spec)
-    assert [m["type"] for m in messages if m["type"] != "progress"] == ["cases", "texts", "candidate", "scores", "done"]
-    (message,) = of_type(messages, "cases")
-    assert message["cases"].keys() == names
-    model = load_adapters(load_model(logged_pair.draft).model, parent)
-    cut(model, vocabulary.read(Path(parent)) or [])
-    undrafted = [g for g in claimed if g.id in names]
-    usable = [g for g in undrafted if g.targets is not None]
-    assert 0 < len(usable) < len(undrafted), "some have no targets"
-    for one in simulate_rounds(model, usable, k=3, adapter=5, vocabulary=VOCABULARY, tie_margin=0.5):
-        mine, theirs = one.generation.cases, message["cases"].pop(one.generation.id)
-        assert [(c.position, c.drafted, c.target, c.p, c.margin, c.tie) for c in mine] == [
-            tuple(c[name] for name in ("position", "drafted", "target", "p", "margin", "tie")) for c in theirs
-        ]
-        assert [c["q"] for c in theirs] == pytest.approx([c.q for c in mine], rel=1e-3)
-    assert message["cases"] and all(cases == [] for cases in message["cases"].values())
-
-
-def test_cases_that_were_logged_stay_where_others_are_worked_out() -> None:
-    own, other = case(2), case(3, tie=True)
-    generation = logged_generation((1, 2), range(9), cases=[own, other])
-    found = replace(generation, rounds=(), cases=(case(1), replace(own, drafted=9), case(8)))
-    assert merge_cases(generation, found).cases == (case(1), own, other, case(8))
-    assert merge_cases(generation, None) == generation
 
 
 def test_the_child_lowers_its_priority_pauses_and_ends_with_its_parent(home: Home) -> None:

@@ -30,7 +30,7 @@ FINGERPRINT = "d" * 64
 
 def some_batch() -> Batch:
     texts = with_targets(tiny_llama(1), random_texts(4, seed=2))
-    return collate(build(texts, max_length=128, reject_weight=2.0, vocabulary=VOCABULARY).examples)
+    return collate(build(texts, max_length=128, vocabulary=VOCABULARY).examples)
 
 
 def quantised(seed: int) -> nn.Module:

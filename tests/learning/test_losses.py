@@ -124,7 +124,7 @@ def model() -> nn.Module:
 @pytest.fixture
 def batch() -> Batch:
     texts = with_targets(tiny_llama(1), random_texts(6, seed=2))
-    return collate(build(texts, max_length=512, reject_weight=2.0, vocabulary=VOCABULARY).examples)
+    return collate(build(texts, max_length=512, vocabulary=VOCABULARY).examples)
 
 
 def naive_loss(model: nn.Module, batch: Batch) -> float:

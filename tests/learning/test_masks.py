@@ -137,7 +137,7 @@ def test_the_loss_is_of_what_the_masks_allow(pair: tuple[Model, Model]) -> None:
     target, kl = pair[0], forward_kl
 
     def loss(length: int, vocabulary: int = VOCABULARY) -> tuple[float, int]:
-        data = build(made, max_length=length, reject_weight=1.0, vocabulary=vocabulary, masks=masks)
+        data = build(made, max_length=length, vocabulary=vocabulary, masks=masks)
         assert not data.skipped
         batch = collate(data.examples)
         return as_float(TargetDivergence(target, kl)(target, batch)), len(data.examples)
@@ -147,13 +147,11 @@ def test_the_loss_is_of_what_the_masks_allow(pair: tuple[Model, Model]) -> None:
     cut, count = loss(20)
     assert count > len(made), "windows have the masks of their own positions"
     bound = [g for g in made if g.grammar is not None]
-    unmasked = build(
-        [replace(g, grammar=None) for g in bound], max_length=128, reject_weight=1.0, vocabulary=VOCABULARY
-    )
+    unmasked = build([replace(g, grammar=None) for g in bound], max_length=128, vocabulary=VOCABULARY)
     assert as_float(TargetDivergence(target, kl)(target, collate(unmasked.examples))) > 0.5
     assert math.isfinite(cut)
     for objective in (forward_kl, jensen_shannon):
-        data = build(made, max_length=128, reject_weight=1.0, vocabulary=VOCABULARY, masks=masks)
+        data = build(made, max_length=128, vocabulary=VOCABULARY, masks=masks)
         shifted = partial(_loss, target, objective, data.examples)
         value, gradient = mx.value_and_grad(shifted)(mx.zeros(()))
         assert math.isfinite(as_float(value)) and math.isfinite(as_float(gradient))
@@ -172,7 +170,7 @@ def test_what_has_no_masks_is_skipped(pair: tuple[Model, Model]) -> None:
     made = decoded(pair, Sampling(), 0, rows=6)
     masks = answer_masks(made, Automata)
     some = {name: each for name, each in masks.items() if name != made[1].id}
-    data = build(made, max_length=128, reject_weight=1.0, vocabulary=VOCABULARY, masks=some)
+    data = build(made, max_length=128, vocabulary=VOCABULARY, masks=some)
     assert data.skipped == {"masks not known": 1} and len(data.examples) == 5
     assert [g.id for g in usable(made, some)] == [g.id for g in made if g is not made[1]]
 

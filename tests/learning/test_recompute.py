@@ -29,7 +29,7 @@ DAILY = ("llama", "qwen3", "gemma3_text", "gemma4_text", "qwen3_moe", "lfm2", "q
 
 
 def batch_of(texts: Sequence[Generation]) -> Batch:
-    return collate(build(texts, max_length=128, reject_weight=2.0, vocabulary=VOCABULARY).examples)
+    return collate(build(texts, max_length=128, vocabulary=VOCABULARY).examples)
 
 
 def unlike_texts() -> list[Generation]:

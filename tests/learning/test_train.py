@@ -88,7 +88,7 @@ def same(one: nn.Module, other: nn.Module, tolerance: float = 1e-6) -> bool:
 
 def test_the_loss_falls_on_a_fixed_batch() -> None:
     texts = with_targets(tiny_llama(1), random_texts(4, seed=2))
-    batch = collate(build(texts, max_length=128, reject_weight=2.0, vocabulary=VOCABULARY).examples)
+    batch = collate(build(texts, max_length=128, vocabulary=VOCABULARY).examples)
     model = tiny_llama(2)
     lora.wrap(model, rank=8, scale=2.0, seed=0)
     report = train(
@@ -101,7 +101,7 @@ def test_the_loss_falls_on_a_fixed_batch() -> None:
 
 def test_every_lora_b_has_a_gradient_after_the_first_step() -> None:
     texts = with_targets(tiny_llama(1), random_texts(4, seed=2))
-    batch = collate(build(texts, max_length=128, reject_weight=2.0, vocabulary=VOCABULARY).examples)
+    batch = collate(build(texts, max_length=128, vocabulary=VOCABULARY).examples)
     model = tiny_llama(2)
     lora.wrap(model, rank=4, scale=2.0, seed=0)
     loss = TargetDivergence(model)
@@ -190,7 +190,7 @@ def test_non_finite_weights_fail_the_run() -> None:
 def test_a_learning_rate_a_million_times_too_high_fails_the_run() -> None:
     target = tiny_llama(1, sharpness=40.0)
     texts = with_targets(target, random_texts(24, seed=2))
-    examples = build(texts, max_length=64, reject_weight=2.0, vocabulary=VOCABULARY).examples
+    examples = build(texts, max_length=64, vocabulary=VOCABULARY).examples
     model = noisy_copy(target, 3, 0.05)
     lora.wrap(model, rank=8, scale=2.0, seed=0)
     data: list[Batch] = [batch for epoch in range(6) for batch in batches(examples, 4, epoch)]
@@ -366,7 +366,7 @@ def resident() -> int:
 def growth(each: Callable[[], None]) -> int:
     """Resident bytes added by 40 training steps after 20 others."""
     texts = with_targets(tiny_llama(1), random_texts(9, seed=2))
-    examples = build(texts, max_length=96, reject_weight=2.0, vocabulary=VOCABULARY).examples
+    examples = build(texts, max_length=96, vocabulary=VOCABULARY).examples
     model = tiny_llama(2, hidden=64)
     lora.wrap(model, rank=8, scale=2.0, seed=0)
     sizes: list[int] = []

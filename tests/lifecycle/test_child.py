@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from service.core import FailureCase, Progress, RunState, Score
+from service.core import Progress, RunState, Score
 from service.lifecycle.child import Child, Pause
 from service.lifecycle.launcher import Process, ProcessLauncher
-from service.lifecycle.messages import Candidate, Cases, Done, Failed, Scores, Throttled, parse
+from service.lifecycle.messages import Candidate, Done, Failed, Scores, Throttled, parse
 
 ROUNDS = {"rounds": 3, "accepted": 5, "predicted": 4.5}
 SCORE = {"generation": "g", "domain": "", "tokens": 40, "agreed": 20, "calls": [30, 20], **ROUNDS}
 CANDIDATE = {"type": "candidate", "folder": "/a/b", "sha256": "ff", "rank": 4, "scale": 2, "keys": ["q"], "frozen": 9}
-CASE = {"position": 3, "drafted": 5, "target": 6, "p": 0.25, "q": 0.5, "margin": 1.5, "tie": True}
 
 
 def test_every_message_of_the_protocol_is_understood() -> None:
@@ -28,9 +27,6 @@ def test_every_message_of_the_protocol_is_understood() -> None:
     chat = {"0": [SCORE | {"conversation": "c"}]}
     assert parse({"type": "scores", "scores": chat, "golden": {"0": [SCORE]}}) == Scores(
         {"0": (replace(score, conversation="c"),)}, {"0": (score,)}
-    )
-    assert parse({"type": "cases", "cases": {"g": [CASE], "h": []}}) == Cases(
-        {"g": (FailureCase(3, 5, 6, 0.25, 0.5, 1.5, True),), "h": ()}
     )
     assert parse({"type": "failed", "reason": "no"}) == Failed("no", RunState.FAILED)
     assert parse({"type": "failed", "reason": "no", "memory": True}) == Failed("no", RunState.OUT_OF_MEMORY)
@@ -60,11 +56,6 @@ def test_every_message_of_the_protocol_is_understood() -> None:
         {"type": "scores", "scores": {"0": [SCORE]}, "steps": {"0": 0.0}},
         {"type": "scores", "scores": {"0": [SCORE]}, "steps": {"0": float("nan")}},
         {"type": "scores", "scores": {"0": [SCORE]}, "steps": [1.0]},
-        {"type": "cases"},
-        {"type": "cases", "cases": {"g": CASE}},
-        *({"type": "cases", "cases": {"g": [{**CASE, name: None}]}} for name in CASE if name != "tie"),
-        {"type": "cases", "cases": {"g": [{**CASE, "position": -1}]}},
-        {"type": "cases", "cases": {"g": [{**CASE, "q": float("nan")}]}},
         *({**CANDIDATE, name: None} for name in ("folder", "sha256", "rank", "scale", "keys")),
         {**CANDIDATE, "scale": float("inf")},
     ],

@@ -7,7 +7,7 @@ import pytest
 
 from service.core import Progress, RunState, TrainingRun, Trigger, Verdict
 from service.lifecycle import policy
-from service.lifecycle.policy import MAX_DOUBLINGS, Backoff, backoff, lacking
+from service.lifecycle.policy import MAX_DOUBLINGS, Backoff, backoff
 from service.settings import GateSettings
 from service.store.log.held_out import HeldOut
 from service.store.log.training_texts import UntrainedCounts
@@ -25,12 +25,11 @@ def decide(
     *,
     min_cases: int,
     min_tokens: int,
-    drifted: bool = False,
     **hindrances: Any,
 ) -> Trigger | str:
     """What the supervisor does with both."""
     hindered = policy.hindrance([last_run] if last_run else [], now, **hindrances)
-    return policy.decide(counts, hindered, min_cases=min_cases, min_tokens=min_tokens, drifted=drifted)
+    return policy.decide(counts, hindered, min_cases=min_cases, min_tokens=min_tokens)
 
 
 def run(state: RunState, seconds_ago: float | None) -> TrainingRun:
@@ -87,30 +86,17 @@ def ago(seconds: float, *, hold: float, rollbacks: int = 1) -> Backoff:
     ("counts", "last", "changes", "expected"),
     [
         (QUARTER, None, {}, None),
-        (QUARTER, None, {"drifted": True}, Trigger.DRIFT),
-        (replace(QUARTER, cases=24), None, {"drifted": True}, None),
-        (replace(QUARTER, tokens=249), None, {"drifted": True}, None),
-        (ENOUGH, None, {"drifted": True}, Trigger.CASES),
-        (replace(ENOUGH, tokens=999), None, {"drifted": True}, Trigger.DRIFT),
-        # A rejected run used up its cases; only new data or drift start the next.
-        (UntrainedCounts(0, 0, 0), run(RunState.REJECTED, 61), {"drifted": True}, None),
+        # A rejected run used up its cases; only new data starts the next.
         (QUARTER, run(RunState.REJECTED, 61), {}, None),
-        (QUARTER, run(RunState.REJECTED, 121), {"drifted": True}, Trigger.DRIFT),
         (ENOUGH, run(RunState.REJECTED, 121), {}, Trigger.CASES),
         (ENOUGH, run(RunState.REJECTED, 119), {}, None),
-        # Drift waits for the cooldown too.
-        (QUARTER, run(RunState.REJECTED, 59), {"drifted": True}, None),
-        (QUARTER, None, {"drifted": True, "watching": True}, None),
-        (QUARTER, None, {"drifted": True, "enabled": False}, None),
-        (QUARTER, run(RunState.TRAINING, None), {"drifted": True}, None),
         (ENOUGH, None, {"waiting": ago(99, hold=100)}, None),
-        (ENOUGH, None, {"waiting": ago(99, hold=100), "drifted": True}, None),
         (ENOUGH, None, {"waiting": ago(101, hold=100)}, Trigger.CASES),
         (ENOUGH, None, {"waiting": ago(-10, hold=100)}, Trigger.CASES),
         (ENOUGH, None, {"strain": "on battery"}, None),
     ],
 )
-def test_drift_needs_less_and_waits_as_long(
+def test_a_run_waits_for_new_data_after_rollbacks_and_under_strain(
     counts: UntrainedCounts, last: TrainingRun | None, changes: dict[str, object], expected: Trigger | None
 ) -> None:
     settings: dict[str, object] = {"min_cases": 100, "min_tokens": 1000, "cooldown_seconds": 60.0, **changes}
@@ -122,44 +108,22 @@ NOTHING = UntrainedCounts(0, 0, 0)
 
 
 @pytest.mark.parametrize(
-    ("counts", "drifted", "expected"),
+    ("counts", "expected"),
     [
         # Where no rate of cases is known it takes tokens alone.
-        (replace(NOTHING, undrafted=1000), False, Trigger.CASES),
-        (replace(NOTHING, undrafted=999), False, None),
-        (replace(QUARTER, undrafted=750), False, Trigger.CASES),
-        (replace(QUARTER, undrafted=749), False, None),
+        (replace(NOTHING, undrafted=1000), Trigger.CASES),
+        (replace(NOTHING, undrafted=999), None),
+        (replace(QUARTER, undrafted=750), Trigger.CASES),
+        (replace(QUARTER, undrafted=749), None),
         # Otherwise as many cases as are usual.
-        (replace(QUARTER, undrafted=750, rate=0.1), False, Trigger.CASES),
-        (replace(QUARTER, undrafted=750, rate=0.0999), False, None),
-        (replace(QUARTER, undrafted=9999, rate=0.0), False, None),
-        (replace(NOTHING, undrafted=250, rate=0.1), True, Trigger.DRIFT),
-        (replace(NOTHING, undrafted=250, rate=0.0999), True, None),
-        (replace(NOTHING, undrafted=249, rate=1.0), True, None),
-        (replace(NOTHING, undrafted=1000, rate=1.0), True, Trigger.CASES),
+        (replace(QUARTER, undrafted=750, rate=0.1), Trigger.CASES),
+        (replace(QUARTER, undrafted=750, rate=0.0999), None),
+        (replace(QUARTER, undrafted=9999, rate=0.0), None),
     ],
 )
-def test_undrafted_texts_count_with_their_expected_cases(
-    counts: UntrainedCounts, drifted: bool, expected: Trigger | None
-) -> None:
-    decision = decide(counts, None, NOW, min_cases=100, min_tokens=1000, cooldown_seconds=60.0, drifted=drifted)
+def test_undrafted_texts_count_with_their_expected_cases(counts: UntrainedCounts, expected: Trigger | None) -> None:
+    decision = decide(counts, None, NOW, min_cases=100, min_tokens=1000, cooldown_seconds=60.0)
     assert decision is expected if expected else not isinstance(decision, Trigger) and decision
-
-
-@pytest.mark.parametrize(
-    ("counts", "trigger", "missing"),
-    [
-        (ENOUGH, Trigger.CASES, None),
-        (replace(ENOUGH, cases=99), Trigger.CASES, "99 of 100 failure cases"),
-        (replace(ENOUGH, tokens=999), Trigger.CASES, "999 of 1000 tokens"),
-        (QUARTER, Trigger.DRIFT, None),
-        (replace(QUARTER, cases=24), Trigger.DRIFT, "24 of 25 failure cases"),
-        (UntrainedCounts(1, 5, 1), Trigger.MANUAL, None),
-        (NOTHING, Trigger.MANUAL, "0 of 1 failure cases"),
-    ],
-)
-def test_what_a_run_lacks(counts: UntrainedCounts, trigger: Trigger, missing: str | None) -> None:
-    assert lacking(counts, trigger, min_cases=100, min_tokens=1000) == missing
 
 
 def test_the_reason_names_the_missing_condition() -> None:
@@ -167,7 +131,6 @@ def test_the_reason_names_the_missing_condition() -> None:
     taken = decide(ENOUGH, None, NOW, waiting=ago(40, hold=100, rollbacks=3), **settings)  # pyright: ignore
     assert "60 s" in taken and "3 adapters" in taken
     assert decide(ENOUGH, None, NOW, strain="on battery", **settings) == "on battery"  # pyright: ignore
-    assert "20 of 25" in decide(replace(QUARTER, cases=20), None, NOW, drifted=True, **settings)  # pyright: ignore
 
 
 def runs(pattern: str, trigger: Trigger = Trigger.CASES) -> list[TrainingRun]:

@@ -170,7 +170,7 @@ def test_a_trainer_that_is_stopped_beyond_its_lease_publishes_nothing_stale(tmp_
         fleet.trainer.send(signal.SIGCONT)
         until(lambda: "gave this process up" in fleet.trainer.log.read_text())
         time.sleep(1.0)
-        assert fleet.servers[0].get(f"/train/{first}")["state"] == "crashed"
+        assert fleet.servers[0].get(f"/train/{first}")["state"] == "lost"
         database = Database(url)
         assert [ref.run for ref in Adapters(database, fleet.adapters).all()] == [second]
         database.close()

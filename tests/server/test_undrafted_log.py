@@ -1,4 +1,4 @@
-"""A real server whose log holds only undrafted generations: its run works out their cases and learns from them."""
+"""A real server whose log holds only undrafted generations: its run learns from them."""
 
 import random
 import time
@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from service.core import FailureCase, Prompt, Sampling
-from service.learning.scoring.simulate import simulate_rounds
+from service.core import Prompt, Sampling
 from service.models.pair import load_pair
 from service.settings import load_settings
 from service.store.stores import open_stores
@@ -16,17 +15,6 @@ from tests.support.batches import decode
 from tests.support.tiny_server import tiny_server, write_pair
 
 SAMPLINGS = [Sampling(max_tokens=24), Sampling(temperature=0.8, seed=5, max_tokens=24), Sampling(temperature=0.8)]
-
-
-def same(one: FailureCase, other: FailureCase) -> bool:
-    """Processes with different numbers of threads round differently."""
-    settled = (one.position, one.drafted, one.target, one.tie) == (
-        other.position,
-        other.drafted,
-        other.target,
-        other.tie,
-    )
-    return settled and (one.p, one.q, one.margin) == pytest.approx((other.p, other.q, other.margin), rel=1e-3, abs=1e-5)
 
 
 @pytest.mark.nightly
@@ -54,7 +42,7 @@ def test_undrafted_generations_are_learnt_from(tmp_path: Path) -> None:
     stores = open_stores(load_settings(server.config), create=True)
     stores.generations.add(generations).result()
     undrafted_tokens = stores.training_texts.untrained(pair.provenance).undrafted
-    assert undrafted_tokens > 25 * 24 - 100, "the training split, greedy and seeded"
+    assert undrafted_tokens > 35 * 24 - 100, "the training split"
 
     server.start()
     try:
@@ -69,23 +57,8 @@ def test_undrafted_generations_are_learnt_from(tmp_path: Path) -> None:
     assert run.error is None, run.error
     waiting = {g.id for g in stores.training_texts.claimed(run.id)}
     assert sum(len(g.output) for g in generations if g.id in waiting) == undrafted_tokens
+    assert run.state.judged and run.cases == 0
+    assert stores.training_texts.untrained(pair.provenance).undrafted == 0
     found = {g.id: g for g in stores.generations.by_ids([g.id for g in generations])}
-    expected = simulate_rounds(
-        draft.model,
-        [g for g in generations if g.id in waiting],
-        k=load_settings(server.config).engine.num_draft_tokens,
-        adapter=0,
-        vocabulary=pair.vocabulary,
-    )
-    wanted = {one.generation.id: one.generation.cases for one in expected}
-    agreeing = [
-        name
-        for name, cases in wanted.items()
-        if len(cases) == len(found[name].cases) and all(map(same, cases, found[name].cases))
-    ]
-    assert len(agreeing) >= len(waiting) - 1, "a near-tie of the draft may fall either way"
-    assert not [g for name, g in found.items() if name not in waiting and g.cases], "held out, or of no one course"
-    assert all(found[g.id].rounds == g.rounds for g in generations)
-
-    assert run.cases == sum(len(g.cases) for g in found.values()) >= 100
+    assert all((found[g.id].rounds, found[g.id].cases) == (g.rounds, ()) for g in generations)
     stores.close()

@@ -95,6 +95,8 @@ JSON = (DATA / "release_1d3be14.json").read_text(encoding="utf-8")
 TREE = json.loads(JSON)
 # The old code did not say the ids of failure cases.
 TREE["cases"] = [one | {"id": 0} for one in TREE["cases"]]
+# Runs that drift had set off are now told as set off by failure cases.
+TREE["runs"] = [one | {"trigger": "cases"} if one["trigger"] == "drift" else one for one in TREE["runs"]]
 EXPECTED = TypeAdapter(Expected).validate_python(TREE)
 GENERATIONS = [generation_of(one) for one in TREE["generations"]]
 NAMES = [one.id for one in GENERATIONS]
@@ -208,13 +210,6 @@ def test_runs_are_as_they_were(database: Database) -> None:
     assert [runs.loss_curve(run.id) for run in EXPECTED.runs] == EXPECTED.curves
     assert {run.state for run in EXPECTED.runs} > {state for state in RunState if state.judged}
     assert runs.current(WHO) == runs.by_key("evening of the 2nd") == EXPECTED.runs[0] == runs.get(15)
-    recorded = {one.id for one in GENERATIONS if one.created_at <= runs.get(14).created_at}
-    assert 0 < len(recorded) < len(GENERATIONS)
-    newest = runs.drift_answered(WHO)
-    later = set(Generations(database).names_after(WHO, newest, 100))
-    assert not later & recorded and later | recorded >= {
-        one.id for one in GENERATIONS if one.provenance == WHO and one.output
-    }
 
 
 def test_runs_have_the_texts_that_they_had(database: Database) -> None:
@@ -317,10 +312,12 @@ def test_every_column_that_stays_has_its_values(tmp_path: Path) -> None:
         table: [tuple(row[known[table].index(name)] for name in both[table]) for row in before[table]] for table in both
     }
     state = both["training_runs"].index("state")
-    expected["training_runs"] = [
-        (*row[:state], str(STATES.get(int(str(row[0])), row[state])), *row[state + 1 :])
-        for row in expected["training_runs"]
-    ]
+    trigger = both["training_runs"].index("trigger")
+    for i, row in enumerate(expected["training_runs"]):
+        changed = list(row)
+        changed[state] = str(STATES.get(int(str(row[0])), row[state]))
+        changed[trigger] = "cases" if row[trigger] == "drift" else row[trigger]
+        expected["training_runs"][i] = tuple(changed)
     # That release called interim checks so.
     expected["evaluations"] = [
         tuple("interim" if value == "look" else value for value in row) for row in expected["evaluations"]

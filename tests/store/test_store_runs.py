@@ -88,7 +88,7 @@ def test_a_claim_takes_the_newest_and_their_ties(database: Database) -> None:
     assert runs.claim(trigger=Trigger.MANUAL, who=WHO, parent=0, limit=9) is None
 
 
-def test_runs_that_are_over_are_listed_with_what_they_were_given(database: Database) -> None:
+def test_a_run_says_for_which_pair_and_with_which_settings_it_was_claimed(database: Database) -> None:
     runs, other = Runs(database), replace(WHO, draft="e" * 64)
     first = promoted(database)
     Generations(database).add([generation(who=other)]).result()
@@ -96,9 +96,7 @@ def test_runs_that_are_over_are_listed_with_what_they_were_given(database: Datab
     second = runs.claim(trigger=Trigger.MANUAL, who=other, parent=0, limit=9, config=given)
     assert second is not None
     under_way = at(database, RunState.TRAINING)
-    assert [run.id for run in runs.ended()] == [first.run]
     runs.move(second.id, second.fencing, RunState.FAILED, error="NaN")
-    assert runs.ended() == [runs.get(first.run or 0), runs.get(second.id)]
     assert runs.recipe(first.run or 0) == (WHO, {})
     assert runs.recipe(second.id) == (other, given)
     assert runs.recipe(under_way.id) == (WHO, {})
@@ -513,33 +511,3 @@ def test_watches_are_listed_newest_first(database: Database) -> None:
     adapters.roll_back(second.id, first.id, LOST)
     assert [verdict for _, verdict in adapters.watched(WHO.target, WHO.draft, 9)] == [LOST, WON]
     assert [verdict for _, verdict in adapters.watched(WHO.target, WHO.draft, 1)] == [LOST]
-
-
-def test_drift_is_answered_by_a_verdict_alone(database: Database) -> None:
-    runs, store = Runs(database), Generations(database)
-
-    def drifted() -> TrainingRun:
-        store.add([generation()]).result()
-        run = runs.claim(trigger=Trigger.DRIFT, who=WHO, parent=0, limit=1)
-        assert run is not None
-        return run
-
-    assert runs.drift_answered(WHO) == 0
-    run = drifted()
-    assert runs.drift_answered(WHO) == 0
-    runs.move(run.id, run.fencing, RunState.ENDED)
-    assert runs.drift_answered(WHO) == 0
-    usual = claim(database)
-    runs.move(usual.id, usual.fencing, RunState.FAILED, error="x")
-    assert runs.drift_answered(WHO) == 0, "not those started by drift"
-    run = drifted()
-    runs.move(run.id, run.fencing, RunState.FAILED, error="x")
-    assert runs.drift_answered(WHO) == 0, "it came to no verdict"
-    run = drifted()
-    for state in (RunState.TRAINING, RunState.SCORING):
-        runs.move(run.id, run.fencing, state)
-    runs.reject(run.id, run.fencing, candidate(database, run).id, LOST)
-    store.add([generation()]).result()
-    newest = store.drafting(WHO, 2)
-    assert runs.drift_answered(WHO) == newest[1].seq, "the newest text when it was claimed"
-    assert runs.drift_answered(replace(WHO, target="another")) == 0

@@ -1,4 +1,4 @@
-"""Texts that were hardly drafted: their failure cases are not known until the child of a run works them out."""
+"""Texts that were hardly drafted: their failure cases are not known, and runs learn from them by their tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 from service.core import (
     BARE_DRAFT,
     Generation,
-    IllegalMove,
     Provenance,
     Round,
     RunState,
@@ -73,7 +72,7 @@ def claim(runs: Runs, who: Provenance = WHO) -> TrainingRun:
     [
         (plain(), True),
         (plain(SEEDED), True),
-        (plain(UNSEEDED), False),
+        (plain(UNSEEDED), True),
         (plain(collected=None), False),
         (plain(output=()), False),
         (plain(rounds=drafted(4)), True),
@@ -94,7 +93,7 @@ def test_undrafted_texts_count_and_can_be_claimed(
     run = runs.claim(trigger=Trigger.CASES, who=WHO, parent=BARE_DRAFT, limit=9)
     assert (run is not None) is counts
     if run is not None:
-        assert texts.undrafted(run.id) == {made.id} and [g.id for g in texts.claimed(run.id)] == [made.id]
+        assert run.cases == 0 and [g.id for g in texts.claimed(run.id)] == [made.id]
 
 
 def test_a_draft_that_proposed_half_of_the_tokens_left_its_cases() -> None:
@@ -121,51 +120,6 @@ def test_expected_cases() -> None:
     counts = replace(counts, undrafted=200, rate=0.05)
     assert (counts.expected_cases, counts.expected_tokens) == (20, 300)
     assert replace(counts, rate=None).expected_cases == float("inf")
-
-
-def test_added_cases_join_those_that_were_logged(log: Generations, runs: Runs, texts: TrainingTexts) -> None:
-    own = replace(case(2), drafted=77)
-    made, other, unclaimed = plain(cases=[own, case(3, tie=True)]), plain(), plain()
-    log.add([unclaimed, made, other]).result()
-    run = runs.claim(trigger=Trigger.CASES, who=WHO, parent=BARE_DRAFT, limit=2)
-    assert run is not None and run.cases == 2
-    added = [case(0), case(2), case(3), case(7, tie=True)]
-    runs.add_cases(run.id, run.fencing, {made.id: added, "gone": [case(1)], unclaimed.id: [case(1)]})
-    (found,) = log.by_ids([made.id])
-    expected = (case(0), own, case(3, tie=True), case(7, tie=True))
-    assert found == replace(made, cases=expected), "rounds and everything else are unchanged"
-    assert runs.get(run.id).cases == 4, "near-ties too, and none twice"
-    assert texts.counts_of(run.id) == UntrainedCounts(2, 10, 1, 10) and texts.undrafted(run.id) == {other.id}
-    # Once. And none is an answer too.
-    runs.add_cases(run.id, run.fencing, {made.id: [case(5)], other.id: []})
-    assert texts.counts_of(run.id) == UntrainedCounts(2, 10, 1) and texts.undrafted(run.id) == set()
-    assert runs.get(run.id).cases == 4 and not log.by_ids([unclaimed.id])[0].cases
-
-
-def test_only_the_run_itself_adds_cases(log: Generations, runs: Runs, texts: TrainingTexts) -> None:
-    made = plain()
-    log.add([made]).result()
-    run = claim(runs)
-    with pytest.raises(IllegalMove):
-        runs.add_cases(run.id, run.fencing + 1, {made.id: [case(0)]})
-    runs.move(run.id, run.fencing, RunState.ENDED)
-    with pytest.raises(IllegalMove):
-        runs.add_cases(run.id, run.fencing, {made.id: [case(0)]})
-    assert texts.untrained(WHO).undrafted == 10
-
-
-def test_texts_that_are_given_back_are_claimed_again_only_with_cases(
-    log: Generations, runs: Runs, texts: TrainingTexts
-) -> None:
-    made, empty = plain(), plain()
-    log.add([made, empty]).result()
-    run = claim(runs)
-    runs.add_cases(run.id, run.fencing, {made.id: [case(0), case(1, tie=True)], empty.id: []})
-    runs.move(run.id, run.fencing, RunState.TRAINING)
-    ended = runs.move(run.id, run.fencing, RunState.FAILED, error="too few")
-    assert (ended.state, ended.error) == (RunState.FAILED, "too few")
-    assert texts.untrained(WHO) == UntrainedCounts(1, 10, 1)
-    assert [g.id for g in texts.claimed(claim(runs).id)] == [made.id]
 
 
 def test_without_a_verdict_they_are_free_and_what_a_run_had_it_keeps(

@@ -275,11 +275,9 @@ class Server:
         made = [generation(os.urandom(8).hex(), cases=cases) for _ in range(count)]
         self.generations.add([replace(one, created_at=one.created_at - self.behind) for one in made]).result(60)
 
-    def undrafted_traffic(self, count: int = ENOUGH) -> list[str]:
-        """Add undrafted generations; returns their names."""
-        made = [undrafted(os.urandom(8).hex()) for _ in range(count)]
-        self.generations.add(made).result(60)
-        return [one.id for one in made]
+    def undrafted_traffic(self, count: int = ENOUGH) -> None:
+        """Add undrafted generations."""
+        self.generations.add([undrafted(os.urandom(8).hex()) for _ in range(count)]).result(60)
 
     def tick_until(self, done: Callable[[], bool], seconds: float = 60.0) -> None:
         end = time.monotonic() + seconds
@@ -344,10 +342,9 @@ class Installation:
         """Whether the log begins with texts that runs can be judged on."""
         self.plan_children()
 
-    def plan_children(self, train: str = "pass", score: str = "fair", cases: Mapping[str, int] | None = None) -> None:
-        """Set what the next children do, by the kind of their job. cases: how many failure cases a child that trains finds in
-        undrafted texts, by name."""
-        self.plan.write_text(json.dumps({"train": train, "score": score, "cases": dict(cases or {})}))
+    def plan_children(self, train: str = "pass", score: str = "fair") -> None:
+        """Set what the next children do, by the kind of their job."""
+        self.plan.write_text(json.dumps({"train": train, "score": score}))
 
     @contextmanager
     def server(

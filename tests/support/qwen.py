@@ -222,7 +222,7 @@ ORDER: dict[str, Any] = {
 ORDERED = (
     "order",
     {
-        "text": 'a <b> & "c"\n\n</parameter> <parameter=',
+        "text": 'a <b> & "c"\n\nx</parameter> <parameter=',
         "count": 2,
         "price": 0.5,
         "gift": True,
@@ -235,8 +235,8 @@ ORDERED = (
 )
 NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
 """A tool without parameters."""
-KNOWN = 0.02
-"""Loss of a model that knows every answer by heart."""
+KNOWN = 0.1
+"""Loss of the hardest token, in nats, once a model knows every answer by heart."""
 ORDERING, ASKING = "Order it.", "What time is it?"
 
 
@@ -264,7 +264,7 @@ def write_pair(root: Path, layout: Layout = Layout.ADDED, format: Format = Forma
     model = tiny_llama(0, vocabulary=len(tokenizer) + 7, hidden=64, sharpness=1.0)
     _learn(model, texts, 60, 60)
     _save(model, root / "draft", tokenizer.eos_token_id)
-    _learn(model, texts, 90, 500)
+    _learn(model, texts, 90, 2000)
     _save(model, root / "target", tokenizer.eos_token_id)
     return root / "target", root / "draft"
 
@@ -278,14 +278,14 @@ def _learn(model: Model, texts: Sequence[tuple[list[int], int]], steps: int, lim
     answers = [(positions >= start - 1) & (positions < len(tokens) - 1) for tokens, start in texts]
     weight = mx.array(np.stack(answers).astype(np.float32))
 
-    def loss(model: Model) -> mx.array:
-        each = nn.losses.cross_entropy(model(rows[:, :-1]).astype(mx.float32), rows[:, 1:])
-        return (each * weight).sum() / weight.sum()
+    def loss(model: Model) -> tuple[mx.array, mx.array]:
+        each = weight * nn.losses.cross_entropy(model(rows[:, :-1]).astype(mx.float32), rows[:, 1:])
+        return each.sum() / weight.sum(), each.max()
 
     optimiser, step = Adam(learning_rate=4e-3), nn.value_and_grad(model, loss)
     for done in range(limit):
-        value, gradients = step(model)
-        if done >= steps and as_float(value) < KNOWN:
+        (_, hardest), gradients = step(model)
+        if done >= steps and as_float(hardest) < KNOWN:
             return
         optimiser.update(model, gradients)
         mx.eval(model.parameters(), optimiser.state)

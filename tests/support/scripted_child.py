@@ -1,8 +1,7 @@
 """A real child process that follows a plan instead of training: `scripted_child.py PLAN`, with the job on stdin.
 
-PLAN is a JSON file: kind of job -> act, and "cases": how many failure cases it finds in undrafted texts, by name. A trained
-adapter is a folder whose file holds the share of calls that it needs and, optionally, the shortest draft length at which it
-does (1 by default). Scores are computed from that file.
+PLAN is a JSON file: kind of job -> act. A trained adapter is a folder whose file holds the share of calls that it needs and,
+optionally, the shortest draft length at which it does (1 by default). Scores are computed from that file.
 """
 
 import json
@@ -42,20 +41,6 @@ def scores(folder: str | None, names: list[str]) -> list[dict[str, object]]:
     ]
 
 
-def cases(found: dict[str, int], act: str) -> None:
-    """In two messages, after which half of what is asked about is known, and all."""
-    case = {"drafted": 1, "target": 2, "p": 0.5, "q": 0.5, "margin": 1.0, "tie": False}
-    names = list(found)
-    for part in (names[: len(names) // 2], names[len(names) // 2 :]):
-        send("cases", cases={name: [{"position": 4 * i, **case} for i in range(found[name])] for name in part})
-        if act == "kill half way":
-            die()
-        if act == "hang half way":
-            sys.stdin.read()
-            sys.exit(75)
-    send("texts", window=[], replay=[])
-
-
 def reads(job: dict[str, object], name: str) -> bool:
     """Whether a run learns from this text."""
     database = Database(str(job["url"]), read_only=True)
@@ -68,10 +53,8 @@ def reads(job: dict[str, object], name: str) -> bool:
     return name in {one.id for one in read}
 
 
-def train(job: dict[str, object], act: str, undrafted: dict[str, int]) -> None:
+def train(job: dict[str, object], act: str) -> None:
     """An act that begins with "name" says first what else is learnt from, as a real child does: "name A B: hang"."""
-    if undrafted:
-        cases(undrafted, act)
     if act.startswith("name "):
         names, act = act.removeprefix("name ").split(": ")
         send("texts", window=names.split(), replay=[])
@@ -179,7 +162,7 @@ def main() -> None:
     job = json.loads(sys.stdin.readline())
     plan = json.loads(Path(sys.argv[1]).read_text())
     if job["kind"] == "train":
-        train(job, plan["train"], plan["cases"])
+        train(job, plan["train"])
     else:
         score(job, plan["score"])
 

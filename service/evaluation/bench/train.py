@@ -252,7 +252,6 @@ def random_example(seed: int, width: int, task: Task) -> Example:
         ids,
         logprobs[:, :-1],
         logprobs[:, -1],
-        np.ones(task.response, dtype=np.float32),
     )
 
 

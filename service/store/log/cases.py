@@ -1,4 +1,4 @@
-"""Failure cases: those that undrafted texts get later, and the list of all."""
+"""Failure cases, newest first, and their tokens in context."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Select, func, insert, select, update
 
-from service.core import AcceptRule, FailureCase, Generation, NotFound, Source
+from service.core import FailureCase, Generation, NotFound, Source
 from service.store.database import Database
 from service.store.log.rows import case_of, ids_of
 from service.store.log.run_texts import judged_run_texts
@@ -18,16 +18,15 @@ from service.store.times import utc
 
 
 def undrafted(made: Generation) -> bool:
-    """Whether the draft proposed fewer than half of the tokens, and its cases can be worked out from the text: it is greedy or
-    seeded, and the target's probabilities were recorded."""
+    """Whether the draft proposed fewer than half of the tokens, so that where it would have been wrong is not known, and the
+    target's probabilities were recorded, so that it can be learnt from."""
     proposed = sum(r.emitted for r in made.rounds if r.drafted and r.source is Source.DRAFT)
-    settled = made.prompt.sampling.rule is AcceptRule.MATCH and made.targets is not None
-    return settled and 2 * proposed < len(made.output)
+    return made.targets is not None and 2 * proposed < len(made.output)
 
 
 def add_cases(connection: Connection, seq: int, cases: Sequence[FailureCase]) -> int:
-    """Add the cases of an undrafted text, which are known from now on; a position that has a case keeps its own. Returns how
-    many were new."""
+    """Add the cases of a drafted copy to a text that was recorded undrafted; a position that has a case keeps its own. Returns
+    how many were new."""
     query = select(failure_cases.c.position, failure_cases.c.tie).where(failure_cases.c.seq == seq)
     known = {row.position: row.tie for row in connection.execute(query)}
     new = [case for case in cases if case.position not in known]

@@ -11,7 +11,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Select, delete, func, insert, literal, select, update
 
-from service.core import Generation, Provenance, Round, Selection
+from service.core import Generation, Provenance, Selection
 from service.store.database import Database
 from service.store.log.cases import add_cases, undrafted
 from service.store.log.queries import (
@@ -20,12 +20,11 @@ from service.store.log.queries import (
     newest,
     newest_of_pair,
     of_target,
-    same_pair,
     same_target,
     selected,
     text_of,
 )
-from service.store.log.rows import grammar_values, ids_of, rounds_of, target_bytes, text_key, values_of
+from service.store.log.rows import grammar_values, ids_of, target_bytes, text_key, values_of
 from service.store.log.run_texts import claimed_by_run, judged_run_texts
 from service.store.log.sampler import Text
 from service.store.tables import (
@@ -44,6 +43,12 @@ TRAIN, HELD_OUT = "train", "held_out"
 answers that had to follow a grammar, of which too little is stored."""
 TURNS_READ = 10
 """Generations read for each conversation that is wanted."""
+
+
+def split_of(first_user: str) -> str:
+    """One prompt in five is held out, by the hash of the message that names its conversation: a chat that goes on stays on its
+    side."""
+    return HELD_OUT if hashlib.sha256(first_user.encode("utf-8", "surrogatepass")).digest()[0] % 5 == 0 else TRAIN
 
 
 _BYTES = sum(
@@ -75,20 +80,6 @@ class CaseStats:
     trained: int
     quarantined: int
     domains: Mapping[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Drafting:
-    """How one generation was drafted. seq: its place in the order of recording."""
-
-    seq: int
-    rounds: tuple[Round, ...]
-
-
-def split_of(first_user: str) -> str:
-    """One prompt in five is held out, by the hash of the message that names its conversation: a chat that goes on stays on its
-    side."""
-    return HELD_OUT if hashlib.sha256(first_user.encode("utf-8", "surrogatepass")).digest()[0] % 5 == 0 else TRAIN
 
 
 class Generations:
@@ -144,16 +135,6 @@ class Generations:
     def names_after(self, who: Provenance, seq: int, limit: int) -> list[str]:
         """Ids of the newest `limit` of this pair that were recorded after one and have an answer, newest first."""
         return [row.id for row in newest_of_pair(self._db, who, limit, generations.c.id, after=seq)]
-
-    def drafting(self, who: Provenance, limit: int, *, above: int = 0, below: int | None = None) -> list[Drafting]:
-        """How the newest `limit` generations with `seq` between the two were drafted, newest first; those of another pair are
-        without rounds."""
-        where = [generations.c.seq > above, *([generations.c.seq < below] if below is not None else [])]
-        columns = (generations.c.seq, generations.c.rounds)
-        return [
-            Drafting(row.seq, rounds_of(row.rounds) if same_pair(row, who) else ())
-            for row in newest(self._db, limit, *columns, where=where)
-        ]
 
     def outputs(
         self, who: Provenance, tokens: int, limit: int, since: datetime | None = None

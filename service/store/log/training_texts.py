@@ -74,11 +74,6 @@ class TrainingTexts:
             cases, tokens = connection.execute(select(func.sum(rated.c.cases), func.sum(rated.c.output_tokens))).one()
         return replace(counts, rate=int(cases) / int(tokens) if tokens else None)
 
-    def counts_of(self, run_id: int) -> UntrainedCounts:
-        """The same counts of what a run was claimed for."""
-        with self._db.read() as connection:
-            return _counts(connection, texts_of(run_id, Role.NEW))
-
     def claimed(self, run_id: int) -> list[Generation]:
         """What a run was claimed for, newest first."""
         return load(self._db, texts_of(run_id, Role.NEW))
@@ -93,12 +88,6 @@ class TrainingTexts:
         query = select(generations.c.id, generations.c.domain).where(texts_of(run_id, Role.NEW))
         with self._db.read() as connection:
             return [(row.id, row.domain) for row in connection.execute(query.order_by(generations.c.seq.desc()))]
-
-    def undrafted(self, run_id: int) -> set[str]:
-        """Ids of what a run was claimed for whose failure cases are not known yet."""
-        query = select(generations.c.id).where(texts_of(run_id, Role.NEW), generations.c.cases.is_(None))
-        with self._db.read() as connection:
-            return set(connection.execute(query).scalars())
 
     def seeds(self, who: Provenance, limit: int) -> list[str]:
         """Ids of texts of this target and tokenizer whose prompts practice may begin like: none is held out or quarantined,

@@ -13,7 +13,6 @@ from sqlalchemy import Connection, Row, and_, func, insert, or_, select, update
 from service.core import (
     RUN_MOVES,
     AdapterState,
-    FailureCase,
     IllegalMove,
     NotFound,
     ParentChanged,
@@ -25,9 +24,8 @@ from service.core import (
     Verdict,
 )
 from service.store.database import Database
-from service.store.log.cases import add_cases
 from service.store.log.generations import log_end
-from service.store.log.run_texts import PAGE, Role, insert_run_texts, quarantine, texts_of
+from service.store.log.run_texts import PAGE, Role, insert_run_texts, quarantine
 from service.store.log.training_texts import untrained_among, untrained_generations
 from service.store.processes.fencing import held_run
 from service.store.registry.adapters import active_id, judge_candidate, retire_active
@@ -62,7 +60,7 @@ class Runs:
     ) -> TrainingRun | None:
         """Open a run on the newest `limit` untrained generations of this draft, with failure cases or undrafted. While a crash
         is unexplained, on those among them that `crash_search` wants to try, and on no others. Its `cases` counts near-ties
-        too, and what `add_cases` adds. owner: the token of the process that does it; None: it waits for one that takes it.
+        too. owner: the token of the process that does it; None: it waits for one that takes it.
         seeds: of practice, ids of the generations that it begins like, in place of new ones.
 
         None when a run of this pair is not over yet or nothing is left to train on. A known idempotency key returns its run.
@@ -193,23 +191,6 @@ class Runs:
 
         self._db.write(work).result()
 
-    def add_cases(self, run_id: int, fencing: int, found: Mapping[str, Sequence[FailureCase]]) -> None:
-        """Store the cases of undrafted texts that a run was claimed for, by generation id; they are known from now on, be they
-        none. Other texts, and those whose cases are known, are passed over. Raises IllegalMove with a stale token."""
-
-        def work(connection: Connection) -> None:
-            row = held_run(connection, run_id, fencing)
-            unknown = (texts_of(run_id, Role.NEW), generations.c.cases.is_(None))
-            new = 0
-            for name, cases in found.items():
-                query = select(generations.c.seq).where(generations.c.id == name, *unknown)
-                if (seq := connection.execute(query).scalar()) is not None:
-                    new += add_cases(connection, seq, cases)
-            this = update(training_runs).where(training_runs.c.id == run_id)
-            connection.execute(this.values(cases=row.cases + new))
-
-        self._db.write(work).result()
-
     def reject(self, run_id: int, fencing: int, adapter_id: int | None, verdict: Verdict) -> TrainingRun:
         """The candidate is refused by the gate, or cannot be loaded: run and adapter become REJECTED, in one transaction."""
 
@@ -297,12 +278,6 @@ class Runs:
         with self._db.read() as connection:
             return [_run(row) for row in connection.execute(query)]
 
-    def ended(self) -> list[TrainingRun]:
-        """The runs of any pair that are over, oldest first."""
-        query = select(training_runs).where(~_UNFINISHED).order_by(training_runs.c.id)
-        with self._db.read() as connection:
-            return [_run(row) for row in connection.execute(query)]
-
     def recipe(self, run_id: int) -> tuple[Provenance, dict[str, Any]]:
         """The pair that a run trains for, and the settings (`training.*`) that it was claimed with. Raises NotFound."""
         columns = (training_runs.c.target, training_runs.c.tokenizer, training_runs.c.draft, training_runs.c.config)
@@ -311,17 +286,6 @@ class Runs:
         if row is None:
             raise NotFound(f"no training run {run_id}")
         return Provenance(row.target, row.tokenizer, row.draft), json.loads(row.config)
-
-    def drift_answered(self, who: Provenance) -> int:
-        """The newest generation (seq) when the newest run was claimed that drift had set off and that came to a verdict. 0:
-        there is none."""
-        query = select(func.max(training_runs.c.log_end)).where(
-            training_runs.c.trigger == Trigger.DRIFT.value,
-            *of_pair(who),
-            training_runs.c.state.in_([state.value for state in RunState if state.judged]),
-        )
-        with self._db.read() as connection:
-            return connection.execute(query).scalar() or 0
 
     def loss_curve(self, run_id: int) -> list[tuple[int, float]]:
         """(step, nats per response position)."""

@@ -127,7 +127,7 @@ function showRun(run) {
   byId('run-figures').hidden = !here || over;
   if (!here) return;
   const { progress } = run;
-  const why = { cases: 'enough failure cases', drift: 'drift', manual: 'asked for', practice: 'practice' }[run.trigger];
+  const why = { cases: 'enough failure cases', manual: 'asked for', practice: 'practice' }[run.trigger];
   setId('run-line', `Run ${run.id}: ${run.state.replaceAll('_', ' ')}${progress.paused && !over ? `, paused: ${visible(progress.paused)}` : ''}.`);
   setId('run-steps', `${progress.writing ? 'The target writes: piece' : 'Step'} ${progress.step} of ${progress.steps || '?'}`);
   byId('run-progress').max = progress.steps || 1;
