@@ -44,6 +44,7 @@ ROUTES: Mapping[tuple[str, str], Access] = {
     ("POST", "/train"): Access.LOCAL,
     ("GET", "/train/{id}"): Access.LOCAL,
     ("GET", "/learning"): Access.LOCAL,
+    ("GET", "/gains"): Access.LOCAL,
     ("GET", "/practice"): Access.LOCAL,
     ("PUT", "/practice"): Access.LOCAL,
     ("GET", "/runs"): Access.LOCAL,

@@ -264,6 +264,52 @@ class PracticeRequest(RequestModel):
     on: Flag
 
 
+class MeasuredGainAnswer(ResponseModel):
+    """What the adapter that serves is worth against the base draft, on answers given since its promotion."""
+
+    answers: int
+    """How many answers were scored with both drafts; the adapter learnt from none of them."""
+    tokens: int
+    """Their output tokens."""
+    before: Finite
+    """Tokens per target call with the base draft, the target's own token included."""
+    after: Finite
+    """The same with the adapter."""
+    gain: Finite
+    """The relative change."""
+    low90: Finite
+    """Lower end of its two-sided 90 % interval."""
+    high90: Finite
+    """Upper end of that."""
+    speed_before: Finite | None
+    """Tokens per second of one request with the base draft while it drafts; null where the costs of rounds are not measured."""
+    speed_after: Finite | None
+    """The same with the adapter."""
+    speed_gain: tuple[Finite, Finite, Finite] | None
+    """The relative change of speed and its 90 % interval."""
+    realised: Finite | None
+    """Tokens a call of the rounds that the adapter did draft in these answers; null: too few can be compared."""
+    predicted: Finite | None
+    """What the scores say of the same rounds."""
+    overstated: bool
+    """Whether the engine surely accepts less than the scores say."""
+    summary: str
+    """The figures in one line."""
+
+
+class GainsAnswer(ResponseModel):
+    """What the adapter that serves has gained, or why nothing has been gained yet."""
+
+    adapter: int
+    """The adapter that serves; 0: the base draft."""
+    measured: MeasuredGainAnswer | None
+    """The newest measurement of it; null: there is none."""
+    measured_at: datetime | None
+    """When it was made."""
+    reason: str | None
+    """Why there is none; null where there is one."""
+
+
 class LearningAnswer(ResponseModel):
     """Whether a run on logged texts starts by itself, and what its gate would ask of it."""
 

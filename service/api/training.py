@@ -1,5 +1,5 @@
 """POST /train and GET /train/{id}: start a training run, and show its progress. GET /learning: when the next one starts by
-itself. GET and PUT /practice: whether practice does."""
+itself. GET /gains: what was gained. GET and PUT /practice: whether practice starts by itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Header, Path, Query, Response
 
-from service.api.schemas import LearningAnswer, PracticeAnswer, PracticeRequest, RunAnswer
+from service.api.schemas import GainsAnswer, LearningAnswer, PracticeAnswer, PracticeRequest, RunAnswer
 from service.api.strict import NUMERAL, StrictRoute
 from service.core import Operator
 
@@ -43,6 +43,12 @@ def training_routes(operator: Operator, threads: CapacityLimiter) -> APIRouter:
         """Whether a run on logged texts starts by itself or why not, what its gate would ask of it, and what the active adapter
         was found to gain or lose against the base draft. 409 without a draft."""
         return LearningAnswer.model_validate(await to_thread.run_sync(operator.learning, limiter=threads))
+
+    @router.get("/gains")
+    async def gains() -> GainsAnswer:
+        """What the adapter that serves gains against the base draft on answers given since its promotion, with the 90 %
+        interval and what the engine realised; or why nothing has been gained yet."""
+        return GainsAnswer.model_validate(await to_thread.run_sync(operator.gains, limiter=threads))
 
     @router.get("/practice")
     async def practice() -> PracticeAnswer:

@@ -40,6 +40,7 @@ def _read(url: str, home: Path) -> dict[str, Any]:
     adapters, _ = _ask(url, "/adapters")
     requests, _ = _ask(url, "/requests", home)
     practice, _ = _ask(url, "/practice")
+    gains, _ = _ask(url, "/gains")
     learning, _ = _ask(url, "/learning")
     runs, _ = _ask(url, f"/runs?limit={RUNS}")
     found = [] if runs is None else runs["runs"]
@@ -53,6 +54,7 @@ def _read(url: str, home: Path) -> dict[str, Any]:
         "requests": None if requests is None else _states(requests["requests"]),
         "acceptance_rate": counted["spec_decode_num_accepted_tokens_total"] / drafted if drafted else None,
         "tokens_per_call": counted["generation_tokens_total"] / calls if calls else None,
+        "gains": gains,
         "learning": learning,
         "practice": practice,
         "run": next((run for run in found if not RunState(run["state"]).over), None),
@@ -89,6 +91,7 @@ def _show(url: str, found: dict[str, Any]) -> None:
         ("ready", "yes" if found["ready"] else f"no: {found['reason']}"),
         ("model", found["model"] or ""),
         ("adapter", "" if adapter is None else adapter_name(adapter)),
+        *([] if found["gains"] is None else [("your draft", _gains(found["gains"]))]),
         ("requests", "" if requests is None else f"{requests['running']} running, {requests['waiting']} waiting"),
         ("acceptance rate", "" if rate is None else f"{rate:.3f} of the drafted tokens, since the start"),
         ("tokens per target call", "" if tokens is None else f"{tokens:.2f}, since the start"),
@@ -123,6 +126,12 @@ def _learning_rows(learning: dict[str, Any]) -> list[tuple[str, object]]:
 
 def _gain(gain: list[float]) -> str:
     return f"{gain[0]:+.1%} ({gain[1]:+.1%} to {gain[2]:+.1%})"
+
+
+def _gains(gains: dict[str, Any]) -> str:
+    """What the adapter that serves has gained, or why nothing has been gained yet."""
+    measured = gains["measured"]
+    return f"nothing gained yet: {gains['reason']}" if measured is None else measured["summary"]
 
 
 def _under_way(run: dict[str, Any]) -> bool:

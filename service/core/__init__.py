@@ -24,6 +24,7 @@ from service.core.errors import (
     TrainingOutOfMemory,
     Unavailable,
 )
+from service.core.gains import GainsState, MeasuredGain
 from service.core.generation import (
     TOP_TARGETS,
     AcceptRule,
@@ -128,6 +129,7 @@ __all__ = [
     "FinishReason",
     "Finished",
     "Forget",
+    "GainsState",
     "Generation",
     "GenerationService",
     "GenerationSink",
@@ -140,6 +142,7 @@ __all__ = [
     "Launcher",
     "LearningState",
     "LibraryPanic",
+    "MeasuredGain",
     "Memory",
     "ModelError",
     "NonFiniteLogits",

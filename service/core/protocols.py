@@ -10,6 +10,7 @@ from typing import Protocol, Self
 
 from service.core.access import Caller
 from service.core.erasure import Erased, Selection
+from service.core.gains import GainsState
 from service.core.generation import Constraint, Generation, Grammar, Prompt, Round, Sink
 from service.core.overview import Disagreement, History
 from service.core.training import AdapterRef, LearningState, PracticeState, TrainingRun
@@ -373,6 +374,11 @@ class Operator(Protocol):
 
     def learning(self) -> LearningState:
         """Whether a run on logged texts starts by itself, and what its gate would ask of it. Raises Conflict without a draft,
+        StoreError."""
+        ...
+
+    def gains(self) -> GainsState:
+        """What the adapter that serves was measured to gain against the base draft, or why there is no such figure. Raises
         StoreError."""
         ...
 

@@ -23,6 +23,7 @@ from service.core import (
     Conflict,
     Erased,
     Forget,
+    GainsState,
     IllegalMove,
     LearningState,
     PracticeState,
@@ -37,6 +38,7 @@ from service.lifecycle import policy, training
 from service.lifecycle.cleaning import clean
 from service.lifecycle.context import LifecycleContext
 from service.lifecycle.erasing import Eraser
+from service.lifecycle.gains import GainJob, GainMeter
 from service.lifecycle.jobs import Demand, JobSlot
 from service.lifecycle.machine import Strain, machine_strain, somebody_here
 from service.lifecycle.practice_choice import PracticeChoice
@@ -82,6 +84,8 @@ class Supervisor:
         self._jobs = JobSlot(context, lambda: Demand(busy(), asked=idle_seconds() == 0.0), self._strain)
         self._watch = Watch(context)
         self._timing = RunTiming(context, idle_seconds)
+        self._gains = GainMeter(context, self._watch, idle_seconds)
+        self._watch.on_scores = lambda ref, scores, read_to: self._gains.record(ref, scores, read_to=read_to)
         self._eraser = Eraser(context, self._jobs, forget or {})
         self._lock = threading.RLock()
         self._switch_error = ""
@@ -100,6 +104,7 @@ class Supervisor:
             self._clean()
             if self._context.who.draft:
                 self._serve_active()
+            self._gains.announce()
 
     def stop(self) -> None:
         """End a child under way; its run becomes ENDED, which frees its texts. Idempotent."""
@@ -217,6 +222,8 @@ class Supervisor:
         self._start_comparison()
         if not self.working:
             self._start_if_due()
+        if not self.working and self._strain() is None:
+            self._jobs.start(self._gains.start())
 
     def _start_comparison(self) -> None:
         if self._watch.pending() is not None and self._context.members.leads():
@@ -292,6 +299,9 @@ class Supervisor:
                 return known
             if self._stopped or not context.who.draft:
                 raise Conflict("shutting down" if self._stopped else "this server runs without a draft model")
+            if isinstance(self._jobs.job, GainJob):
+                # It is made again when the server is idle.
+                self._jobs.end()
             if self.working or runs.current(context.who) is not None:
                 raise Conflict("a training run or a comparison is under way")
             if self._eraser.under_way:
@@ -345,6 +355,10 @@ class Supervisor:
         if not self._context.who.draft:
             raise Conflict("this server runs without a draft model")
         return self._timing.state(working=self.working)
+
+    def gains(self) -> GainsState:
+        """See core.Operator."""
+        return self._gains.state()
 
     def practice(self) -> PracticeState:
         """See core.Operator."""

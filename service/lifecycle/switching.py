@@ -11,6 +11,7 @@ from service.core import (
     AdapterRef,
     AdapterRefused,
     DraftSwitch,
+    MeasuredGain,
     Provenance,
     RunState,
     Staged,
@@ -42,6 +43,10 @@ class Events(Protocol):
 
     def rolled_back(self) -> None:
         """The active adapter was rolled back, by the watch or by an operator."""
+        ...
+
+    def gain(self, measured: MeasuredGain | None) -> None:
+        """What the adapter that serves was measured to gain against the base draft; None: that is not known."""
         ...
 
     def swapped(self, seconds: float) -> None:

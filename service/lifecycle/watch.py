@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from datetime import timedelta
 
 from service.core import BARE_DRAFT, AdapterRef, AdapterState, IllegalMove, RoundCosts, Verdict
@@ -44,6 +45,9 @@ class Watch:
         self._failures: dict[int, int] = {}
         self._least: dict[tuple[int, int], int] = {}
         """How many answers since the promotion the next check of an adapter wants, where they were read in vain."""
+        self.on_scores: Callable[[AdapterRef, Scores, int], None] | None = None
+        """Called with the scores of every check that left the adapter in place, and the newest generation (seq) when it was
+        started."""
         self._over: int | None = None
         """The adapter whose watch was found over last; none begins anew."""
 
@@ -108,15 +112,15 @@ class Watch:
                     str(adapter): self._context.adapter_folder(adapter) for adapter in (ref.id, ref.parent, BARE_DRAFT)
                 },
                 generations=fresh,
-                seconds=self._scoring_seconds(ref),
+                seconds=self.scoring_seconds(ref),
             )
         except OSError as error:
             self.failed(ref, f"the child could not be started: {error}")
             return None
         log.info("adapter %d is compared on %d answers since its promotion", ref.id, len(fresh))
-        return WatchJob(self._context, self, ref, child, done=done, last=last)
+        return WatchJob(self._context, self, ref, child, done=done, last=last, read_to=logged.end())
 
-    def _scoring_seconds(self, ref: AdapterRef) -> float:
+    def scoring_seconds(self, ref: AdapterRef) -> float:
         """How long a check may take: a quarter of what its run took."""
         if ref.run is None:
             return 0.0
@@ -150,10 +154,18 @@ class Watch:
 
 class WatchJob:
     """A child that scores the watched adapter, its parent and the bare draft. done: checks before this one. last: there will be
-    no other check."""
+    no other check. read_to: the newest generation (seq) when it was started."""
 
     def __init__(
-        self, context: LifecycleContext, watch: Watch, ref: AdapterRef, child: Child, *, done: int, last: bool
+        self,
+        context: LifecycleContext,
+        watch: Watch,
+        ref: AdapterRef,
+        child: Child,
+        *,
+        done: int,
+        last: bool,
+        read_to: int,
     ) -> None:
         self._context = context
         self._watch = watch
@@ -161,6 +173,7 @@ class WatchJob:
         self._child = child
         self._done = done
         self._last = last
+        self._read_to = read_to
         self._scores: Scores | None = None
         self._paused_seconds = 0.0
         self._polled_at = context.timer()
@@ -227,6 +240,8 @@ class WatchJob:
                 log.warning("adapter %d has been checked by another process meanwhile", ref.id)
                 return
         log.info("adapter %d %s", ref.id, result.verdict.reason)
+        if self._watch.on_scores is not None and result.roll_back_to is None:
+            self._watch.on_scores(ref, scores, self._read_to)
         if result.short:
             log.warning("adapter %d: the engine accepts less of its drafts than its scores say", ref.id)
 

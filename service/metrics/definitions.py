@@ -162,6 +162,16 @@ METRICS: tuple[Definition, ...] = (
     ),
     _gauge("adapter_active", "Version of the adapter that drafts now; 0: the bare draft."),
     _gauge("adapter_info", "1 for the adapter that drafts now.", "adapter", "parent", "rank", "sha256"),
+    _gauge(
+        "draft_tokens_per_call",
+        "Tokens per target call with the base draft and with the adapter that serves (GET /gains); 0: not measured.",
+        "draft",
+    ),
+    _gauge(
+        "draft_gain",
+        "Relative change of tokens per target call by the adapter that serves, and its 90 % interval; 0 without a measurement.",
+        "bound",
+    ),
     _counter("adapter_promotions_total", "Adapters that passed the gate and were switched in."),
     _counter("adapter_rollbacks_total", "Adapters rolled back, by the watch or by an operator."),
     _histogram("adapter_swap_seconds", "From staging a draft to its first round.", SLOW),

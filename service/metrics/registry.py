@@ -17,6 +17,7 @@ from service.core import (
     AdapterRef,
     EngineStatus,
     FinishReason,
+    MeasuredGain,
     Memory,
     Round,
     RunState,
@@ -233,6 +234,14 @@ class Metrics:
     def rolled_back(self) -> None:
         """Count an adapter that was rolled back."""
         self._series("adapter_rollbacks_total").inc()
+
+    def gain(self, measured: MeasuredGain | None) -> None:
+        """Show what the adapter that serves was measured to gain; None: that is not known."""
+        per_call, change = self._gauges["draft_tokens_per_call"], self._gauges["draft_gain"]
+        for name, field in (("base", "before"), ("adapter", "after")):
+            per_call.labels(name).set(0.0 if measured is None else getattr(measured, field))
+        for name, field in (("estimate", "gain"), ("low90", "low90"), ("high90", "high90")):
+            change.labels(name).set(0.0 if measured is None else getattr(measured, field))
 
     def swapped(self, seconds: float) -> None:
         """Observe the seconds that one switch of drafts took, from the start of staging."""

@@ -31,7 +31,7 @@ from service.store.permissions import make_private, private_folder
 
 T = TypeVar("T")
 
-REVISION = "0016"
+REVISION = "0017"
 """The newest migration: the revision this code is written for."""
 
 

@@ -15,6 +15,7 @@ from service.store.log.training_texts import TrainingTexts
 from service.store.processes.erasures import Erasures
 from service.store.processes.round_costs import MeasuredCosts
 from service.store.registry.adapters import Adapters
+from service.store.registry.gains import Gains
 from service.store.registry.lineage import Lineage
 from service.store.registry.runs import Runs
 from service.store.replay.buffer import Replay
@@ -30,6 +31,7 @@ class Stores:
     cases: Cases
     runs: Runs
     adapters: Adapters
+    gains: Gains
     lineage: Lineage
     replay: Replay
     quarantine: Quarantine
@@ -47,6 +49,7 @@ class Stores:
             cases=Cases(database),
             runs=Runs(database),
             adapters=Adapters(database, adapters),
+            gains=Gains(database),
             lineage=Lineage(database),
             replay=Replay(database),
             quarantine=Quarantine(database),

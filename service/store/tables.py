@@ -272,6 +272,17 @@ adapters = Table(
 it last became or ceased to be the active one; null: never. target: the one whose answers it learnt from; null: its run is not
 known."""
 
+gains = Table(
+    "gains",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("adapter", ForeignKey("adapters.id"), nullable=False),
+    Column("figures", Text, nullable=False),
+    Column("created_at", DateTime(timezone=True), nullable=False),
+    Index(None, "adapter"),
+)
+"""figures: core.MeasuredGain as JSON."""
+
 evaluations = Table(
     "evaluations",
     metadata,

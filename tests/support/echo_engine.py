@@ -35,10 +35,12 @@ from service.core import (
     Failed,
     Finished,
     FinishReason,
+    GainsState,
     Grammar,
     GrammarKind,
     History,
     LearningState,
+    MeasuredGain,
     NotFound,
     Overloaded,
     PracticeState,
@@ -315,6 +317,10 @@ class InMemoryOperator:
             expected_gain=0.01,
             against_base={"golden set": (-0.004, -0.012, 0.005), "sql": (0.06, 0.03, 0.09)},
         )
+        gain = MeasuredGain(
+            214, 21_000, 2.44, 2.59, 0.061, 0.04, 0.08, 61.0, 64.7, (0.06, 0.03, 0.08), realised=2.58, predicted=2.6
+        )
+        self.gains_state = GainsState(3, gain, datetime.now(UTC), None)
         self.known = [make_adapter(3, AdapterState.ACTIVE), make_adapter(2, AdapterState.RETIRED)]
 
     def request_training(self, idempotency_key: str | None, practice_minutes: float | None = None) -> TrainingRun:
@@ -346,6 +352,9 @@ class InMemoryOperator:
 
     def learning(self) -> LearningState:
         return self.learning_state
+
+    def gains(self) -> GainsState:
+        return self.gains_state
 
     def practice(self) -> PracticeState:
         return self.practice_state

@@ -26,6 +26,7 @@ from service.core import (
     FinishReason,
     Forget,
     Generation,
+    MeasuredGain,
     Prompt,
     Provenance,
     Round,
@@ -182,6 +183,7 @@ class RecordedEvents:
     promotions: int = 0
     rollbacks: int = 0
     serving_now: int = BARE_DRAFT
+    measured: MeasuredGain | None = None
 
     def training(self, run: TrainingRun) -> None:
         if not self.states or self.states[-1] is not run.state:
@@ -195,6 +197,9 @@ class RecordedEvents:
 
     def rolled_back(self) -> None:
         self.rollbacks += 1
+
+    def gain(self, measured: MeasuredGain | None) -> None:
+        self.measured = measured
 
     def swapped(self, seconds: float) -> None:
         assert seconds >= 0

@@ -279,6 +279,7 @@ async function refresh() {
     if (token !== null) await openSession();
     past = await read(`history?hours=${byId('hours').value}`);
     showHistory();
+    showGains(await read('gains'));
     await refreshCases();
   } catch (error) {
     if (error instanceof TypeError) return;
@@ -306,6 +307,19 @@ async function refreshCases() {
   }
   showCases({ cases: [] });
   setId('cases-empty', 'Only the user who runs this server sees texts: open the link that redraft serve prints, or add #token= and the token in the file "token" of its home folder to this address.');
+}
+
+// What the adapter that serves has gained against the base draft, or why nothing has been gained yet.
+function showGains({ measured, measured_at, reason }) {
+  setId('gain-line', measured === null ? `Nothing gained yet: ${visible(reason)}.` : `Your draft: ${measured.summary}.`);
+  const notes = [];
+  if (measured?.speed_gain) {
+    const [change, low, high] = measured.speed_gain;
+    notes.push(`${number(measured.speed_before, 1)} → ${number(measured.speed_after, 1)} tokens per second of one request while it drafts, ${gain(change)} (${gain(low)} to ${gain(high)}).`);
+  }
+  if (measured?.realised) notes.push(`Realised ${number(measured.realised, 2)} tokens a call where the scores predict ${number(measured.predicted, 2)}.`);
+  if (measured_at) notes.push(`Measured ${when(measured_at)}; intervals are of 90 %.`);
+  setId('gain-note', notes.join(' '));
 }
 
 function showHistory() {

@@ -1,0 +1,241 @@
+"""What the adapter that serves has gained: it and the base draft are scored on the answers given since its promotion, while the
+server is idle. The watch's scores, which are of the same kind, are used too."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+from service.core import BARE_DRAFT, AdapterRef, GainsState, MeasuredGain, RoundCosts, RunState, Score
+from service.lifecycle.child import Child
+from service.lifecycle.comparison import MIN_CONVERSATIONS, Comparison, realised
+from service.lifecycle.context import LifecycleContext
+from service.lifecycle.jobs import Demand
+from service.lifecycle.machine import Strain
+from service.lifecycle.messages import Done, Failed, Message, Scores
+from service.lifecycle.policy import IDLE_SECONDS
+from service.lifecycle.watch import Watch
+from service.store.log.sampler import Text, sample
+
+log = logging.getLogger(__name__)
+
+MIN_ANSWERS = 20
+"""Distinct answers that a measurement takes, and new ones since the last."""
+ANSWERS = 200
+"""Distinct answers that are scored at most."""
+READ_FOR_EACH = 5
+"""Generations that are read for each that is wanted: equal ones are scored once."""
+AGAIN = timedelta(days=1)
+"""How long a measurement stands."""
+LOOK_SECONDS = 60.0
+"""Between two looks whether one is due."""
+
+
+def measure(
+    adapter: Sequence[Score],
+    base: Sequence[Score],
+    costs: RoundCosts | None,
+    *,
+    base_step: float = 1.0,
+    resamples: int,
+    seed: int,
+    read_to: int = 0,
+) -> MeasuredGain | None:
+    """The gain of an adapter over the base draft, from the scores of both on the same answers.
+
+    costs: of rounds with the adapter. base_step: what a step of the base draft costs, relative to one with the adapter.
+    read_to: see MeasuredGain. None where there are too few conversations for an interval. Raises ValueError when the scores are
+    not about the same texts.
+    """
+    by_call = Comparison(adapter, base)
+    if by_call.conversations < MIN_CONVERSATIONS or by_call.empty:
+        return None
+    tokens, gain = by_call.tokens, by_call.gain(resamples, seed)
+    drafted = realised(adapter, resamples, seed)
+    speed_before = speed_after = speed_gain = None
+    if costs is not None:
+        base_seconds = costs.scaled(base_step)
+        speed_before, speed_after = _tokens_per_second(base, base_seconds), _tokens_per_second(adapter, costs.seconds)
+        speed_gain = Comparison(adapter, base, costs.seconds, base_seconds).gain(resamples, seed).interval
+    return MeasuredGain(
+        answers=by_call.generations,
+        tokens=tokens,
+        before=tokens / sum(score.calls[-1] for score in base),
+        after=tokens / sum(score.calls[-1] for score in adapter),
+        gain=gain.gain,
+        low90=gain.low,
+        high90=gain.high,
+        speed_before=speed_before,
+        speed_after=speed_after,
+        speed_gain=speed_gain,
+        realised=None if drafted is None else drafted.tokens_per_call,
+        predicted=None if drafted is None else drafted.predicted,
+        overstated=drafted is not None and drafted.short,
+        read_to=read_to,
+    )
+
+
+def _tokens_per_second(scores: Sequence[Score], seconds: Sequence[float]) -> float:
+    """At the draft length that is best for these answers. seconds: of a round that drafts 1, 2, ... tokens."""
+    taken = [sum(score.calls[i] for score in scores) * cost for i, cost in enumerate(seconds)]
+    return sum(score.tokens for score in scores) / min(taken)
+
+
+class GainMeter:
+    """When the active adapter is measured, and what was found. idle_seconds: for how long nothing has been asked here."""
+
+    def __init__(self, context: LifecycleContext, watch: Watch, idle_seconds: Callable[[], float]) -> None:
+        self._context = context
+        self._watch = watch
+        self._idle_seconds = idle_seconds
+        self._looked_at: float | None = None
+
+    def start(self) -> GainJob | None:
+        """Start a measurement that is due: nothing has been asked for a minute, the watch is over, there are enough answers
+        since the promotion, and the last measurement is a day old."""
+        now = self._context.timer()
+        if self._idle_seconds() < IDLE_SECONDS or (
+            self._looked_at is not None and now - self._looked_at < LOOK_SECONDS
+        ):
+            return None
+        self._looked_at = now
+        ref = self._context.active_ref()
+        if ref is None or self._watch.pending() is not None or not self._due(ref):
+            return None
+        texts = self._answers(READ_FOR_EACH * ANSWERS)
+        fresh = sample(texts, ANSWERS, seed=ref.id)
+        if len(fresh) < MIN_ANSWERS or len({one.conversation for one in fresh}) < MIN_CONVERSATIONS:
+            return None
+        try:
+            child = self._context.launch(
+                kind="score",
+                adapters={str(one): self._context.adapter_folder(one) for one in (ref.id, BARE_DRAFT)},
+                generations=[one.id for one in fresh],
+                seconds=self._watch.scoring_seconds(ref),
+            )
+        except OSError as error:
+            log.warning("the gain of adapter %d cannot be measured: %s", ref.id, error)
+            return None
+        return GainJob(self, self._context, ref, child, read_to=self._context.stores.generations.end())
+
+    def record(self, ref: AdapterRef, scores: Scores, *, read_to: int) -> None:
+        """Record what scores of an adapter and of the base draft say of its gain. Scores that cannot be compared are logged and
+        left out."""
+        own, base = str(ref.id), str(BARE_DRAFT)
+        try:
+            gain = measure(
+                scores.by_adapter.get(own, ()),
+                scores.by_adapter.get(base, ()),
+                self._context.own_costs(scores.lengths(own)),
+                base_step=scores.step(base, relative_to=own),
+                resamples=self._context.rules.gate.bootstrap,
+                seed=ref.id,
+                read_to=read_to,
+            )
+        except ValueError as error:
+            log.warning("the gain of adapter %d cannot be measured: %s", ref.id, error)
+            return
+        if gain is not None:
+            self._context.stores.gains.record(ref.id, gain)
+            log.info("adapter %d: %s", ref.id, gain.summary)
+        self.announce()
+
+    def announce(self) -> None:
+        """Report the newest measurement of what serves to the metrics."""
+        self._context.events.gain(self.state().measured)
+
+    def state(self) -> GainsState:
+        """See core.Operator."""
+        ref = self._context.active_ref()
+        if ref is None:
+            return GainsState(BARE_DRAFT, None, None, self._why_bare())
+        if (newest := self._context.stores.gains.newest(ref.id)) is not None:
+            return GainsState(ref.id, newest[1], newest[0], None)
+        answers = len(self._answers(MIN_ANSWERS))
+        if self._watch.pending() is not None or answers < MIN_ANSWERS:
+            reason = f"adapter {ref.id} was promoted {answers} answers ago, and its first comparison is still to come"
+        else:
+            reason = f"adapter {ref.id} is measured when nothing has been asked for a minute"
+        return GainsState(ref.id, None, None, reason)
+
+    def _due(self, ref: AdapterRef) -> bool:
+        newest = self._context.stores.gains.newest(ref.id)
+        if newest is None:
+            return True
+        at, gain = newest
+        if self._context.database_now() - at < AGAIN:
+            return False
+        logged, who = self._context.stores.generations, self._context.who
+        return len(logged.names_after(who, gain.read_to, MIN_ANSWERS)) >= MIN_ANSWERS
+
+    def _answers(self, limit: int) -> list[Text]:
+        """The newest answers of this pair since what serves began to."""
+        stores, who = self._context.stores, self._context.who
+        return stores.generations.texts_after(who, stores.adapters.serves_since(who.target, who.draft), limit)
+
+    def _why_bare(self) -> str:
+        """Why the base draft serves."""
+        context = self._context
+        if not context.who.draft:
+            return "this server runs without a draft model"
+        judged = next((run for run in context.stores.runs.newest(context.who, 20) if run.state.judged), None)
+        if judged is None or judged.verdict is None:
+            return "no training run has come to a verdict yet"
+        if judged.state is RunState.REJECTED:
+            return f"the base draft serves: run {judged.id} was rejected ({judged.verdict.reason})"
+        return f"the base draft serves: adapter {judged.adapter} was rolled back or switched off"
+
+
+class GainJob:
+    """A child that scores the active adapter and the base draft. It ends as soon as something is asked or the machine cannot
+    spare what it takes; a later look starts another."""
+
+    def __init__(
+        self, meter: GainMeter, context: LifecycleContext, ref: AdapterRef, child: Child, *, read_to: int
+    ) -> None:
+        self._meter = meter
+        self._context = context
+        self._ref = ref
+        self._child = child
+        self._read_to = read_to
+        self._scores: Scores | None = None
+        self._dropped = False
+
+    @property
+    def child(self) -> Child:
+        """The child process."""
+        return self._child
+
+    @property
+    def limit_seconds(self) -> float:
+        """As a run's."""
+        return self._context.rules.training.timeout_seconds
+
+    def yields(self, demand: Demand) -> bool:
+        """Whatever is asked comes first."""
+        return demand.waiting or demand.asked
+
+    def pause(self, demand: Demand, strain: Strain | None) -> None:
+        """End the child when something is asked, or for `strain`."""
+        if (strain is not None or self.yields(demand)) and not self._child.ended:
+            self._dropped = True
+            self._child.stop()
+
+    def handle(self, message: Message) -> None:
+        """Keep the scores; record the gain when the child is done."""
+        if self._dropped:
+            return
+        match message:
+            case Scores():
+                self._scores = message
+            case Done() if self._scores is not None:
+                self._meter.record(self._ref, self._scores, read_to=self._read_to)
+            case Failed(reason):
+                log.warning("the gain of adapter %d could not be measured: %s", self._ref.id, reason)
+            case _:
+                log.warning("a child that scores has no use for %s", type(message).__name__)
+
+    def abandon(self, reason: str) -> None:
+        """Log the reason; a later look measures again."""
+        log.info("measuring the gain of adapter %d ended: %s", self._ref.id, reason)
