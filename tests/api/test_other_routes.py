@@ -95,6 +95,12 @@ def test_practice_is_asked_for_by_its_minutes(http: httpx.Client, server: EchoSe
     assert http.get("/train/1").json()["progress"]["writing"] is True
 
 
+def test_what_the_next_run_waits_for(http: httpx.Client) -> None:
+    learning = http.get("/learning").json()
+    assert learning["waits"] == "12 of 400 failure cases" and learning["level"] == 0.0068
+    assert learning["against_base"] == {"golden set": [-0.004, -0.012, 0.005], "sql": [0.06, 0.03, 0.09]}
+
+
 def test_practice_is_turned_on_and_off(http: httpx.Client, server: EchoServer) -> None:
     assert http.get("/practice").json() == {"on": False, "fixed": None, "waits": None}
     for on in (True, True, False, True):
@@ -421,6 +427,7 @@ def test_the_schema_names_every_route_and_the_error_shape(http: httpx.Client) ->
         "/health/live",
         "/health/ready",
         "/history",
+        "/learning",
         "/metrics",
         "/practice",
         "/requests",

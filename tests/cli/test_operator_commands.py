@@ -425,6 +425,16 @@ def test_practice_by_itself_is_turned_on_and_off(redraft: Redraft) -> None:
         assert plain(redraft, "status", "--url", url)["practice"]["on"] is True
 
 
+def test_status_says_what_the_next_run_waits_for_and_what_the_adapter_may_lose(redraft: Redraft) -> None:
+    with EchoServer().served() as url:
+        rows = {row[0]: row[1] for row in cells(redraft("status", "--url", url).out)}
+        found = plain(redraft, "status", "--url", url)["learning"]
+    assert rows["next run"].startswith("12 of 400 failure cases (3 of 120 minutes in 24 hours; 1 refused since")
+    assert rows["next gate"] == "tests at 0.0068 (0.025 after a promotion), on 12 of 38 held-out prompts"
+    assert rows["against the base draft"] == "at worst -0.4% (-1.2% to +0.5%) on golden set"
+    assert found["held_out"] == 12
+
+
 def test_a_server_that_is_not_ready_says_why(redraft: Redraft) -> None:
     server = EchoServer()
     server.engine.dead = "no progress for 61 s"
