@@ -79,6 +79,7 @@ class Metrics:
         for kind in _MEMORY:
             self._gauges["memory_bytes"].labels(kind)
         self.serving(None)
+        self.gain(None)
         self.built()
 
     def exposition(self, accept: str | None = None) -> tuple[bytes, str]:

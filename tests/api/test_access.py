@@ -39,7 +39,7 @@ LOCAL = [
     "GET /metrics", "POST /train", "GET /train/{id}", "GET /adapters", "DELETE /adapters/{id}/files",
     "POST /adapters/{id}/activate", "POST /adapters/rollback",
     "GET /runs", "GET /runs/{id}", "DELETE /runs/{id}", "GET /events", "GET /history",
-    "GET /practice", "PUT /practice",
+    "GET /learning", "GET /gains", "GET /practice", "PUT /practice",
 ]  # fmt: skip
 OPERATOR = ["DELETE /generations", "GET /requests", "DELETE /requests/{id}", "GET /cases"]
 TABLE = {name: access for access, names in enumerate((PUBLIC, CLIENT, LOCAL, OPERATOR)) for name in names}

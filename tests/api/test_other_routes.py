@@ -16,7 +16,17 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from service.api.compatible import client_tag
-from service.core import AdapterRef, AdapterRefused, PracticeState, Progress, RunState, Selection, StoreError, Verdict
+from service.core import (
+    AdapterRef,
+    AdapterRefused,
+    GainsState,
+    PracticeState,
+    Progress,
+    RunState,
+    Selection,
+    StoreError,
+    Verdict,
+)
 from tests.support.echo_engine import OWNED, EchoEngine, EchoServer, InMemoryOperator, make_run
 from tests.support.scraped import scraped
 from tests.support.waiting import until
@@ -93,6 +103,23 @@ def test_practice_is_asked_for_by_its_minutes(http: httpx.Client, server: EchoSe
     assert run["trigger"] == "practice"
     server.operator.known_runs[0] = make_run(1, progress=Progress(2, 9, writing=True))
     assert http.get("/train/1").json()["progress"]["writing"] is True
+
+
+def test_what_the_next_run_waits_for(http: httpx.Client) -> None:
+    learning = http.get("/learning").json()
+    assert learning["waits"] == "12 of 400 failure cases" and learning["level"] == 0.0068
+    assert learning["against_base"] == {"golden set": [-0.004, -0.012, 0.005], "sql": [0.06, 0.03, 0.09]}
+
+
+def test_gains_are_figures_or_a_reason(http: httpx.Client, server: EchoServer) -> None:
+    found = http.get("/gains").json()
+    assert (found["adapter"], found["reason"]) == (3, None)
+    measured = found["measured"]
+    assert (measured["before"], measured["after"], measured["speed_gain"]) == (2.44, 2.59, [0.06, 0.03, 0.08])
+    assert measured["summary"].startswith("2.44 → 2.59 tokens a call, +6.1 % (+4.0 % to +8.0 %), on 214 answers")
+    reason = "no training run has come to a verdict yet"
+    server.operator.gains_state = GainsState(0, None, None, reason)
+    assert http.get("/gains").json() == {"adapter": 0, "measured": None, "measured_at": None, "reason": reason}
 
 
 def test_practice_is_turned_on_and_off(http: httpx.Client, server: EchoServer) -> None:
@@ -416,11 +443,13 @@ def test_the_schema_names_every_route_and_the_error_shape(http: httpx.Client) ->
         "/adapters/{id}/files",
         "/cases",
         "/events",
+        "/gains",
         "/generate",
         "/generations",
         "/health/live",
         "/health/ready",
         "/history",
+        "/learning",
         "/metrics",
         "/practice",
         "/requests",

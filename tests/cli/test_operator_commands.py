@@ -399,6 +399,7 @@ def test_a_server_s_state_is_one_screen(redraft: Redraft, monkeypatch: pytest.Mo
     assert rows["last run"] == "run 6: timed out: too slow; its texts were given back"
     assert rows["ready"] == "yes" and rows["model"] == "echo" and rows["adapter"] == "3"
     assert rows["requests"] == "1 running, 0 waiting"
+    assert rows["your draft"].startswith("2.44 → 2.59 tokens a call, +6.1 %")
     assert rows["acceptance rate"].startswith("0.750") and rows["tokens per target call"].startswith("2.50")
     assert rows["training run"] == "run 7: training, step 3 of 12, paused: busy"
     assert rows["verdict of run 5"] == f"rejected: {printable(HOSTILE)}"
@@ -423,6 +424,16 @@ def test_practice_by_itself_is_turned_on_and_off(redraft: Redraft) -> None:
         one_sentence(refused)
         assert "training.practice is set" in refused.err
         assert plain(redraft, "status", "--url", url)["practice"]["on"] is True
+
+
+def test_status_says_what_the_next_run_waits_for_and_what_the_adapter_may_lose(redraft: Redraft) -> None:
+    with EchoServer().served() as url:
+        rows = {row[0]: row[1] for row in cells(redraft("status", "--url", url).out)}
+        found = plain(redraft, "status", "--url", url)["learning"]
+    assert rows["next run"].startswith("12 of 400 failure cases (3 of 120 minutes in 24 hours; 1 refused since")
+    assert rows["next gate"] == "tests at 0.0068 (0.025 after a promotion), on 12 of 38 held-out prompts"
+    assert rows["against the base draft"] == "at worst -0.4% (-1.2% to +0.5%) on golden set"
+    assert found["held_out"] == 12
 
 
 def test_a_server_that_is_not_ready_says_why(redraft: Redraft) -> None:

@@ -47,7 +47,7 @@ from service.store.tables import (
 )
 from tests.support.databases import Databases
 from tests.support.failing_database import FailingDatabase, Killed
-from tests.support.lifecycle_server import WHO, FakeEngine, RecordedEvents, generation, undrafted
+from tests.support.lifecycle_server import WHO, FakeEngine, RecordedEvents, generation, held_out_texts, undrafted
 
 WATCH = 16
 CALLS = {"better": 0.8, "same": 1.0, "worse": 1.25}
@@ -94,8 +94,9 @@ class ScriptedJob:
             (folder / "adapters.safetensors").write_text(quality)
             sha256 = folder_sha256(folder)
             self.send("candidate", folder=str(folder), sha256=sha256, rank=4, scale=2.0, keys=["q"])
-            names = [f"held-out-{i}" for i in range(8)]
-            found = {"candidate": _scores(names, share), str(self.spec["parent_id"]): _scores(names, 1.0)}
+            names = [f"held-out-{i}" for i in range(16)]
+            found = {name: _scores(names, 1.0) for name in (str(self.spec["parent_id"]), str(BARE_DRAFT))}
+            found["candidate"] = _scores(names, share)
         self.send("scores", scores=found)
         self.send("done")
         self.code = 0
@@ -156,6 +157,7 @@ class Machine(RuleBasedStateMachine):
         self.members.join()
         stores = Stores.of(self.db, self.home / "adapters")
         self.runs, self.adapters, self.generations = stores.runs, stores.adapters, stores.generations
+        self.generations.add(held_out_texts()).result(60)
         self.engine, self.events = FakeEngine(), RecordedEvents()
         self.children = ScriptedLauncher()
         context = LifecycleContext(
@@ -402,7 +404,7 @@ class Machine(RuleBasedStateMachine):
         self.happened["quarantined"] += len(aside & stands.keys())
 
 
-@pytest.mark.parametrize(("examples", "steps"), [(8, 30), pytest.param(300, 50, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("examples", "steps"), [(14, 30), pytest.param(300, 50, marks=pytest.mark.nightly)])
 @pytest.mark.promise(8)
 def test_any_order_of_events_keeps_the_lifecycle_legal(databases: Databases, examples: int, steps: int) -> None:
     class Here(Machine):

@@ -24,7 +24,19 @@ from service.core import (
 )
 from service.lifecycle import erasing
 from tests.support.databases import POSTGRES
-from tests.support.lifecycle_server import ENOUGH, WHO, Installation, Server, check_consistent, generation, lapse
+from tests.support.lifecycle_server import (
+    ENOUGH,
+    HELD_OUT_TEXTS,
+    WHO,
+    Installation,
+    Server,
+    check_consistent,
+    generation,
+    lapse,
+)
+
+ALL = ENOUGH + HELD_OUT_TEXTS
+"""Generations of an installation after its first traffic."""
 
 pytestmark = POSTGRES
 
@@ -166,7 +178,7 @@ def test_an_erasure_is_carried_out_by_all_before_the_rows_go(installation: Insta
             installation.forget = {}
             with installation.server() as third, following(second):
                 erased = third.supervisor.erase(Selection(everything=True))
-                assert erased.generations == ENOUGH and seen == [ENOUGH]
+                assert erased.generations == ALL and seen == [ALL]
                 end = time.monotonic() + 10
                 while not third.runs.get(run.id).state.over:
                     assert time.monotonic() < end
@@ -197,7 +209,7 @@ def test_who_does_not_answer_keeps_the_rows_until_it_is_given_up(
         first.traffic()
         with pytest.raises(Unavailable, match="has not forgotten"):
             first.supervisor.erase(Selection(everything=True))
-        assert first.generations.stats().generations == ENOUGH
+        assert first.generations.stats().generations == ALL
         lapse(installation.url, silent.members.token)
-        assert first.supervisor.erase(Selection(everything=True)).generations == ENOUGH
+        assert first.supervisor.erase(Selection(everything=True)).generations == ALL
         assert not silent.members.renew(), "it has to forget everything before it goes on"

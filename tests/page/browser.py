@@ -99,6 +99,16 @@ def a_generation_shows_within_two_seconds_and_history_after_a_reload(browser: Br
 
 
 @check
+def gains_are_shown_with_their_interval_or_the_reason(browser: Browser, real: str, echo: str) -> None:
+    with opened(browser, echo) as page:
+        line, note = page.locator("#gain-line"), page.locator("#gain-note")
+        expect(line).to_contain_text("Your draft: 2.44 → 2.59 tokens a call, +6.1 %", timeout=20_000)
+        expect(note).to_contain_text("61.0 → 64.7 tokens per second")
+    with opened(browser, real) as page:
+        expect(page.locator("#gain-line")).to_contain_text("Nothing gained yet: ", timeout=20_000)
+
+
+@check
 def answers_are_coloured_as_they_arrive(browser: Browser, real: str, echo: str) -> None:
     with opened(browser, echo) as page:
         page.fill("#prompt", "abcdefghijklmnopqrstuvwxyz" * 4)

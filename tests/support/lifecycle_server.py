@@ -99,6 +99,11 @@ def generation(
     )
 
 
+def held_out_texts() -> list[Generation]:
+    """Held-out generations, the same ones each time."""
+    return [generation(f"held-out-{i}", cases=0, tokens=12, split=HELD_OUT) for i in range(HELD_OUT_TEXTS)]
+
+
 def undrafted(name: str, *, tokens: int = 12) -> Generation:
     """Decoded while speculation was parked, with the target's distribution at every position."""
     made = generation(name, cases=tokens // 4)
@@ -263,8 +268,7 @@ class Server:
             clock=None if self.behind else lambda: datetime.now(UTC) + installation.clock_offset,
         )
         if installation.held_out:
-            made = [generation(f"held-out-{i}", cases=0, tokens=12, split=HELD_OUT) for i in range(HELD_OUT_TEXTS)]
-            self.generations.add(made).result(60)
+            self.generations.add(held_out_texts()).result(60)
         self.supervisor = Supervisor(
             context,
             practice=PracticeChoice(context.rules.training, installation.home),
