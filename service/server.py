@@ -33,9 +33,10 @@ from service.engine.kv.budget import Budget
 from service.engine.kv.prefix import PrefixCache
 from service.engine.prefill import Pace
 from service.engine.preflight import check_rows
+from service.engine.strategy import current
 from service.engine.thread import EngineThread
 from service.learning import practice_text
-from service.learning.loading import training_outlook
+from service.learning.loading import training_outlook, training_shape
 from service.learning.practice import practice_bytes
 from service.learning.targets import remove_files
 from service.learning_loop import TRAINING_LOG, LearningLoop, Place
@@ -46,7 +47,7 @@ from service.lifecycle.supervisor import Supervisor
 from service.metrics import Metrics
 from service.models.generation_config import sampling_defaults
 from service.models.machine import backend, machine_kind
-from service.models.memory import device_free_bytes
+from service.models.memory import assumed_bytes, device_free_bytes
 from service.models.pair import Pair, load_pair
 from service.models.text import TextEncoder, bytes_per_token
 from service.models.tokens import streaming_detokenizer
@@ -276,8 +277,12 @@ class Application:
             if pair.draft is not None:
                 check_rows(pair.draft.model, "draft")
         base = served(pair.draft) if pair.draft is not None else None
-        free = max(device_free_bytes() + device.memory().cache - device.cache_limit(), 0)
-        plan = self._memory_plan(folders, pair, free)
+        free = max(device_free_bytes() + device.memory().cache, 0)
+        total = int(settings.engine.memory_gb * 2**30)
+        if total and not current().paged:
+            free = min(free, max(assumed_bytes(total) - _weights(pair), 0))
+        plan = self._memory_plan(folders, pair, free, device.cache_limit(total or None))
+        device.limit_cache(plan.cache)
         decoder = Decoder(
             pair.target.model,
             base,
@@ -310,28 +315,40 @@ class Application:
             context=context,
             provenance=pair.provenance,
             detokenizer=lambda: streaming_detokenizer(pair.target.tokenizer),
-            weights=weight_bytes(pair.target.model, pair.draft.model if pair.draft is not None else None),
+            weights=_weights(pair),
         )
 
-    def _memory_plan(self, folders: Folders, pair: Pair, free: int) -> MemoryPlan:
-        """Divides the memory that is free once everything is loaded. Practice that is off now, and turned on later, makes do
-        with what is free then. Raises ModelError where nothing is left for keys and values."""
-        engine, runs, training = self.settings.engine, self.settings.training, 0
-        if runs.enabled and runs.run_here and folders.draft is not None:
-            # Half of what is free: serving goes first.
-            training = training_outlook(folders.target, folders.draft, runs, free // 2).peak_bytes
+    def _memory_plan(self, folders: Folders, pair: Pair, free: int, cache: int) -> MemoryPlan:
+        """Divides the bytes that are free once everything is loaded. cache: freed memory that MLX may hold. A run takes what is
+        free when it starts; only in pages, which take all of their memory at once, some is set aside for it. Raises ModelError
+        where nothing is left for keys and values."""
+        engine, runs = self.settings.engine, self.settings.training
+        learns = runs.enabled and runs.run_here and folders.draft is not None
+
+        def training(idle: int) -> int:
+            if not learns or folders.draft is None:
+                return 0
+            shape = training_shape(folders.target, folders.draft, rank=runs.rank)
+            outlook = training_outlook(shape, runs, idle)
+            if not outlook.fits:
+                log.warning("no run can train: %s", outlook)
+            needed = outlook.peak_bytes
             if self.learning.practice.on:
                 both, rank = (folders.target, folders.draft), runs.practice_rank
-                training = max(training, practice_bytes(pair.target.model, both, pair.vocabulary, rank))
+                needed = max(needed, practice_bytes(pair.target.model, both, pair.vocabulary, rank))
+            return needed
+
         plan = plan_memory(
             pair.target.model,
             pair.draft.model if pair.draft is not None else None,
             free,
+            cache=cache,
             kv_mb=engine.kv_budget_mb,
             prefix_mb=engine.prefix_cache_mb,
             chunk=engine.prefill_chunk,
+            proposed=max(engine.num_draft_tokens, engine.num_lookup_tokens),
+            rank=runs.rank if learns else None,
             training=training,
-            rank=runs.rank,
         )
         if plan.problem is not None:
             raise ModelError(plan.problem)
@@ -344,13 +361,17 @@ class Application:
         log.info("%s took %.1f s", stage, time.perf_counter() - started_at)
 
 
+def _weights(pair: Pair) -> int:
+    return weight_bytes(pair.target.model, pair.draft.model if pair.draft is not None else None)
+
+
 def _context(asked: int, own: int | None, budget: Budget) -> int:
     """Tokens of a prompt and its answer, at most. asked: by the settings; 0: as many as the model allows. own: the model's
     limit; None where it says none."""
     fits = budget.longest()
     wanted = min((limit for limit in (asked, own) if limit), default=fits)
     if fits < wanted:
-        log.warning("memory does for requests of %d tokens, not of %d", fits, wanted)
+        log.warning("requests are limited to %d tokens by memory; the model allows %d", fits, wanted)
     return min(wanted, fits)
 
 

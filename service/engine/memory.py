@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from service.core import Prompt
 from service.engine.batch import Batch
 from service.engine.kv.budget import HEADROOM, Budget
+from service.engine.request import Request
+
+ANSWER_SHARE = 8
+"""An answer's first share is the prompt's length divided by this, HEADROOM at least: a batch that grows copies its rows."""
 
 
 class RowMemory:
@@ -16,22 +21,55 @@ class RowMemory:
         self._paged = paged
         self.budget: Budget | None = None
         """None: as much as rows take."""
+        self._prefilling: Sequence[int] = ()
+        """Positions of the texts that prefill, when that was last said."""
 
     def limit(self, budget: Budget) -> None:
-        """Keep keys and values within a budget. In pages all of it is taken with the first call: cached prefixes use it too."""
+        """Keep rows and cached prefixes within a budget. In pages all of it is taken with the first call; in rectangles cached
+        prefixes get what rows leave, and are evicted when rows need it."""
         self.budget = budget
+        if self._batch.prefix is not None and not self._paged:
+            self._batch.prefix.room = self._prefix_room
         # Rows of a model whose layers are all recurrent take no pages.
         if self._paged and budget.row.first:
             for pool, pages in zip(self._batch.pools, budget.pages, strict=True):
                 pool.set_size(pages)
 
+    def reserved(self, row: Request) -> int:
+        """Positions for which buffers of a request are made when its prefill begins: its text and a first share of what is left
+        of its answer."""
+        return self.reserved_for(len(row.tokens), row.prompt)
+
+    def reserved_for(self, tokens: int, prompt: Prompt) -> int:
+        """The same for a request that has so many tokens of prompt and answer."""
+        if self._paged:
+            return tokens + HEADROOM
+        left = max(len(prompt.tokens) + prompt.sampling.max_tokens - tokens, 0)
+        return tokens + min(left, max(HEADROOM, tokens // ANSWER_SHARE))
+
     def has_room(self, prefilling: Sequence[int]) -> bool:
-        """Whether memory does for the rows and for texts of such lengths that prefill, with a next share of their answers."""
-        running, texts = ([length + HEADROOM for length in lengths] for lengths in (self._lengths(), prefilling))
-        return self.fits(running, texts)
+        """Whether the rows fit with a next share of their answers, and texts that prefill with so many positions each
+        (`reserved`). Cached prefixes that are in their way are evicted."""
+        running = [length + HEADROOM for length in self._lengths()]
+        if not self.fits(running, prefilling):
+            return False
+        self.make_room(running, prefilling)
+        return True
+
+    def make_room(self, running: Sequence[int], prefilling: Sequence[int]) -> None:
+        """Evict cached prefixes that are in the way of rows in rectangles of such lengths."""
+        self._prefilling = prefilling
+        if self._batch.prefix is not None and self.budget is not None and not self._paged:
+            have = self._batch.cache.slots
+            self._batch.prefix.shrink(self.budget.left(running, prefilling, have=have))
+
+    def _prefix_room(self) -> int:
+        assert self.budget is not None
+        running = [length + HEADROOM for length in self._lengths()]
+        return self.budget.left(running, self._prefilling, have=self._batch.cache.slots)
 
     def fits(self, running: Sequence[int], prefilling: Sequence[int], have: int | None = None) -> bool:
-        """Whether memory does for rows of such lengths. have: see Budget.fits; None: what the batch has allocated."""
+        """Whether rows of such lengths fit. have: see Budget.fits; None: what the batch has allocated."""
         if self.budget is None:
             return True
         have = self._batch.cache.slots if have is None else have

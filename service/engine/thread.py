@@ -388,24 +388,28 @@ class EngineThread:
         return ticket.row or engine.new_request(ticket.id, ticket.prompt, ticket.arrived_at)
 
     def _next_ticket(self, engine: Engine) -> Ticket | None:
-        prefilling, scheduler = self._prefilling(), self._scheduler
+        prefilling, scheduler = self._prefilling(engine), self._scheduler
         with self._condition:
             ticket = scheduler.next(
                 engine.decoder.prefixes.cached_tokens,
                 time.perf_counter(),
-                lambda ticket: engine.decoder.memory.has_room([*prefilling, len(ticket.tokens)]),
+                lambda ticket: engine.decoder.memory.has_room([*prefilling, self._positions(ticket, engine)]),
             )
             lacks_memory = ticket is None and scheduler.free_rows > 0 and len(scheduler.waiting) > 0
         if lacks_memory:
             self._on_wait()
         return ticket
 
-    def _prefilling(self) -> list[int]:
-        return [len(ticket.tokens) for ticket in self._scheduler.prefilling]
+    @staticmethod
+    def _positions(ticket: Ticket, engine: Engine) -> int:
+        return engine.decoder.memory.reserved_for(len(ticket.tokens), ticket.prompt)
+
+    def _prefilling(self, engine: Engine) -> list[int]:
+        return [self._positions(ticket, engine) for ticket in self._scheduler.prefilling]
 
     def _preempt(self, engine: Engine) -> None:
         """Put the youngest requests back into the queue where memory does not do for all that run and prefill."""
-        gone = {id(row) for row in engine.decoder.preempt(self._prefilling())}
+        gone = {id(row) for row in engine.decoder.preempt(self._prefilling(engine))}
         back = [ticket for ticket in self._scheduler.running if id(ticket.row) in gone]
         # The oldest comes to the front.
         for ticket in sorted(back, key=lambda ticket: ticket.arrived_at, reverse=True):

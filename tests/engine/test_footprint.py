@@ -8,10 +8,14 @@ import mlx.nn as nn
 import pytest
 
 from service.core import Prompt, Sampling, python_command
+from service.engine import device
 from service.engine.adapters import bare
 from service.engine.decoder import Decoder
-from service.engine.footprint import row_bytes
+from service.engine.footprint import plan_memory, row_bytes
+from service.engine.kv import budget, rectangles
+from service.engine.kv.cache import RowCache
 from service.engine.request import Request
+from service.models.shapes import model_of
 from tests.support.eagle_models import plain_llama, tiny_head
 from tests.support.oracle import noisy_copy, tiny_llama
 from tests.support.tiny_server import write_pair
@@ -35,6 +39,60 @@ def test_a_position_takes_what_is_expected(kind: str) -> None:
         caches = (decoder.batch.cache, decoder.batch.drafter.cache)
         assert sum(array.nbytes for cache in caches for array in cache.arrays()) == positions * expected
     assert row_bytes(target, None).first < expected
+
+
+def llama(layers: int) -> nn.Module:
+    """Random weights: 2 KiB of keys and values of a position in each layer."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": layers, "intermediate_size": 128, "num_attention_heads": 4}
+    heads = {"num_key_value_heads": 4, "head_dim": 64, "vocab_size": 512, "rms_norm_eps": 1e-5, "rope_theta": 1e4}
+    model = model_of({"model_type": "llama", **sizes, **heads, "tie_word_embeddings": True}, mx.float32)
+    mx.eval(model.parameters())
+    return model
+
+
+@pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="on an accelerator MLX allocates other memory too")
+@pytest.mark.parametrize(("rows", "length"), [(1, 1500), (3, 500)])
+def test_rows_in_rectangles_take_what_is_planned(rows: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill, join, growth over several steps and rounds, measured as MLX's peak. Parts are small, so that they matter."""
+    for module in (rectangles, budget):
+        monkeypatch.setattr(module, "PART", 2**20)
+    target, draft = llama(8), llama(2)
+    plan = plan_memory(target, draft, 2**30, cache=0, kv_mb=0, prefix_mb=0, chunk=32, proposed=4)
+    decoder = Decoder(target, bare(draft), vocabulary=512, k=4, key=mx.random.key(0), prefill_chunk=32)
+    decoder.memory.limit(plan.budget)
+    decoder.admit(_request("warm", 40, 4))
+    while decoder.unfinished:
+        decoder.round()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    for number in range(rows):
+        decoder.admit(_request(str(number), length, length // 4))
+    while decoder.unfinished:
+        decoder.preempt([])
+        decoder.round()
+    measured = mx.get_peak_memory() - before
+    planned = plan.activations + plan.budget.bytes_of([length + length // 4] * rows)
+    assert 0.6 * planned < measured <= 1.05 * planned, (measured / 2**20, planned / 2**20)
+
+
+@pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="rows are in rectangles on a CPU")
+def test_a_batch_grows_a_part_of_the_layers_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is waited for between parts; a batch that is one part waits for nothing."""
+    model = llama(4)
+    for part, waits in ((1, 3), (2**40, 0)):
+        monkeypatch.setattr(rectangles, "PART", part)
+        cache = RowCache(model, 1)
+        mx.eval(model(mx.zeros((1, 8), dtype=mx.int32), cache=cache.layers))
+        cache.commit(8)
+        with device.counting() as counts:
+            cache.make_room(600)
+        assert counts.waits == waits
+        assert {array.shape[2] for array in cache.arrays()} == {640 if waits else 128}
+
+
+def _request(name: str, length: int, answer: int) -> Request:
+    tokens = tuple(4 + (7 * i + len(name)) % 500 for i in range(length))
+    return Request(name, Prompt(tokens, Sampling(max_tokens=answer)), frozenset(), None)
 
 
 SCRIPT = """
