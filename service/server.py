@@ -41,6 +41,7 @@ from service.learning.practice import practice_bytes
 from service.learning.targets import remove_files
 from service.learning_loop import TRAINING_LOG, LearningLoop, Place
 from service.lifecycle.clock import Clock
+from service.lifecycle.loans import Borrower, Loans, LoanSize
 from service.lifecycle.recorder import Recorder
 from service.lifecycle.request_monitor import IDLE_SECONDS, RequestMonitor
 from service.lifecycle.supervisor import Supervisor
@@ -48,9 +49,11 @@ from service.metrics import Metrics
 from service.models.generation_config import sampling_defaults
 from service.models.machine import backend, machine_kind
 from service.models.memory import assumed_bytes, device_free_bytes
+from service.models.padding import padded
 from service.models.pair import Pair, load_pair
 from service.models.text import TextEncoder, bytes_per_token
 from service.models.tokens import streaming_detokenizer
+from service.models.training_memory import smallest_plan
 from service.open_files import raise_open_files_limit
 from service.settings import Settings
 from service.store.access.key_ring import REFRESH_SECONDS, KeyRing
@@ -75,6 +78,7 @@ class Serving:
     folders: Folders
     pair: Pair
     context: int
+    paged: bool
 
 
 class Application:
@@ -118,6 +122,7 @@ class Application:
         )
         self._api: ASGIApp = build_startup_api(stage=lambda: self.stage, metrics=self.metrics, doors=self._doors)
         self._serving: Serving | None = None
+        self._loan_sizes: dict[Borrower, LoanSize] = {}
         self._supervisor: Supervisor | None = None
         self._queue: RequestMonitor | None = None
         self._requests: RequestMonitor | None = None
@@ -154,6 +159,8 @@ class Application:
             # Practice takes nothing from any request.
             idle_seconds=lambda: requests.quiet_for,
             forget=self.places(encoder),
+            # Pages take all of their memory at once: there what a child takes is set aside.
+            loans=None if serving.paged else Loans(self.engine_thread, self._loan_sizes),
         )
         for monitor in (queue, requests):
             monitor.start()
@@ -295,7 +302,7 @@ class Application:
             lookup=settings.engine.num_lookup_tokens,
             prefix=PrefixCache(plan.prefix),
         )
-        decoder.memory.limit(plan.budget)
+        decoder.memory.limit(plan.budget, plan.spare)
         context = _context(settings.engine.max_context, pair.target.context, plan.budget)
         with self._during("timing"):
             decoder.profile(settings.engine.max_rows, context)
@@ -307,7 +314,7 @@ class Application:
                 decoder.prefixes.keep(folder, settings.engine.prefix_cache_disk_mb << 20, who.target, who.draft)
             except OSError as error:
                 raise ModelError(f"engine.prefix_cache_dir cannot be used: {error}") from error
-        self._serving = Serving(folders, pair, context)
+        self._serving = Serving(folders, pair, context, current().paged)
         return Engine(
             decoder=decoder,
             base=base,
@@ -323,20 +330,11 @@ class Application:
         free when it starts; only in pages, which take all of their memory at once, some is set aside for it. Raises ModelError
         where nothing is left for keys and values."""
         engine, runs = self.settings.engine, self.settings.training
-        learns = runs.enabled and runs.run_here and folders.draft is not None
 
         def training(idle: int) -> int:
-            if not learns or folders.draft is None:
-                return 0
-            shape = training_shape(folders.target, folders.draft, rank=runs.rank)
-            outlook = training_outlook(shape, runs, idle)
-            if not outlook.fits:
-                log.warning("no run can train: %s", outlook)
-            needed = outlook.peak_bytes
-            if self.learning.practice.on:
-                both, rank = (folders.target, folders.draft), runs.practice_rank
-                needed = max(needed, practice_bytes(pair.target.model, both, pair.vocabulary, rank))
-            return needed
+            self._loan_sizes = sizes = self._sizes(folders, pair, idle) if runs.run_here else {}
+            borrowers = (Borrower.RUN, Borrower.PRACTICE) if self.learning.practice.on else (Borrower.RUN,)
+            return max((sizes[each].wanted for each in borrowers if each in sizes and runs.enabled), default=0)
 
         plan = plan_memory(
             pair.target.model,
@@ -347,12 +345,32 @@ class Application:
             prefix_mb=engine.prefix_cache_mb,
             chunk=engine.prefill_chunk,
             proposed=max(engine.num_draft_tokens, engine.num_lookup_tokens),
-            rank=runs.rank if learns else None,
+            rank=runs.rank if runs.enabled and runs.run_here else None,
             training=training,
         )
         if plan.problem is not None:
             raise ModelError(plan.problem)
         return plan
+
+    def _sizes(self, folders: Folders, pair: Pair, idle: int) -> dict[Borrower, LoanSize]:
+        """What children take. idle: bytes that they may take while nothing is asked."""
+        runs = self.settings.training
+        if folders.draft is None:
+            return {}
+        shape = training_shape(folders.target, folders.draft, rank=runs.rank)
+        outlook = training_outlook(shape, runs, idle)
+        if not outlook.fits:
+            log.warning("memory is too short for training: %s, and %.1f GiB can be lent", outlook, idle / 2**30)
+        least = smallest_plan(shape, batch=runs.batch_size, length=padded(runs.max_length)).peak_bytes
+        both, rank = (folders.target, folders.draft), runs.practice_rank
+        practice = practice_bytes(pair.target.model, both, pair.vocabulary, rank)
+        return {
+            Borrower.RUN: LoanSize(outlook.peak_bytes, least),
+            # With less memory it writes fewer texts at a time.
+            Borrower.PRACTICE: LoanSize(practice, min(practice, idle)),
+            # It loads the draft, and reads a few texts at a time.
+            Borrower.COMPARISON: LoanSize(least, min(least, idle)),
+        }
 
     @contextmanager
     def _during(self, stage: str) -> Generator[None]:

@@ -72,9 +72,14 @@ def limit_memory(count: int) -> None:
     mx.set_memory_limit(count)
 
 
+def release_cache() -> None:
+    """Give back what MLX holds of freed memory."""
+    mx.clear_cache()
+
+
 def free_bytes() -> int:
     """Bytes that can be allocated, once what MLX holds of freed memory is given back, which this does."""
-    mx.clear_cache()
+    release_cache()
     return device_free_bytes()
 
 

@@ -54,6 +54,11 @@ class MemoryPlan:
     budget: Budget
 
     @property
+    def spare(self) -> int:
+        """Bytes that a run may take and rows may not, where `engine.kv_budget_mb` leaves some."""
+        return max(self.idle - self.budget.size, 0)
+
+    @property
     def problem(self) -> str | None:
         """Why nothing can be served so; None where it can."""
         size = self.budget.size

@@ -96,10 +96,19 @@ def training_shape(target: Path, draft: Path, *, rank: int, steps: int = LEARNT_
     return TrainingShape.of(config, weights=weights, value=_value_bytes(draft), rank=rank, steps=steps if head else 1)
 
 
-def free_for_training(training: TrainingSettings) -> int:
-    """Bytes that a run may take: FREE_SHARE of what is free on the device, `training.memory_gb` at most."""
+def free_for_training(training: TrainingSettings, lent: int | None = None) -> int:
+    """Bytes that a run may take: FREE_SHARE of what is free on the device, `training.memory_gb` at most, and no more than what
+    serving lends it (None: that is not bounded)."""
     free = int(FREE_SHARE * device.free_bytes())
+    if lent is not None:
+        free = min(free, lent)
     return min(free, int(training.memory_gb * 2**30)) if training.memory_gb > 0 else free
+
+
+def left_of(lent: int | None) -> int:
+    """Bytes that a process which has loaded its models can still take of what serving lends it (None: that is not bounded)."""
+    free = device_free_bytes()
+    return free if lent is None else max(min(free, lent - PROCESS - device.memory().active), 0)
 
 
 def plan_run(shape: TrainingShape, free: int, *, batch: int, length: int, shortest: int = SHORTEST) -> TrainingPlan:

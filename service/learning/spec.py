@@ -31,7 +31,8 @@ class TrainJob:
     none. cache: folder of computed targets (see TargetCache). k: longest draft length to score at, and the draft length of the
     simulated rounds that give undrafted texts their cases. tie_margin: the engine's, in nats. practice: train on text that the
     target writes; None: on what the run claimed. window: generations to learn from at least, see TrainingSettings.
-    own_texts_only: learn from what the run was claimed for and from nothing else, to find out whether that crashes.
+    own_texts_only: learn from what the run was claimed for and from nothing else, to find out whether that crashes. memory:
+    bytes that the process may take, which serving lends it; None: what is free.
     """
 
     url: str
@@ -52,6 +53,7 @@ class TrainJob:
     window: int
     practice: Practice | None = None
     own_texts_only: bool = False
+    memory: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,7 @@ def parse(line: str) -> JobSpec:
                 window=int(spec.get("window", training.window)),
                 practice=_practice(spec.get("practice")),
                 own_texts_only=bool(spec.get("own_texts_only", False)),
+                memory=None if spec.get("memory") is None else int(spec["memory"]),
             )
         if spec["kind"] == "score":
             return ScoreJob(
