@@ -31,12 +31,15 @@ CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k
 class Activations:
     """Of a model. token: bytes a token, of all layers. layers: parts in which a call can be launched. copies: bytes of all
     layers' quantised matrices, but experts', at the precision of what they are multiplied with. held: bytes a token that stay
-    until the whole call is computed: what recurrent layers read, which is recorded (`recurrent`)."""
+    until the whole call is computed: what recurrent layers read, which is recorded (`recurrent`). states: bytes a token of the
+    recurrent states of one layer: without a kernel they are computed one after another, and all are held until the layer's
+    output is computed from them."""
 
     token: int
     layers: int
     copies: int = 0
     held: int = 0
+    states: int = 0
     unwaited: int = 0
     """Bytes of calls that were launched and not waited for."""
 
@@ -57,7 +60,7 @@ class Activations:
         recurrent = _recurrent_layers(model) if layers else 0
         held = recurrent * argument(model, ("hidden_size", "d_model", "dim")) * size
         if not recurrent or not current().paged:
-            return cls(int(TIMES * outputs), len(layers), copies, held)
+            return cls(int(TIMES * outputs), len(layers), copies, held, _state_bytes(model) if recurrent else 0)
         # Beside pages, recurrent states are not in the order of layers: such a call is one part, which has no more copies at a
         # time.
         return cls(int(TIMES * outputs), 1, copies * min(AT_A_TIME, len(layers)) // len(layers), held)
@@ -75,7 +78,8 @@ class Activations:
         """Bytes that are there at a time, about, of calls over so many tokens."""
         # A CPU is not far behind the host.
         parts = self.parts(tokens) if current().launch_ahead else max(self.layers, 1)
-        return self.call(tokens) * min(AT_A_TIME, parts) // parts + tokens * self.held
+        states = 0 if current().launch_ahead else tokens * self.states
+        return self.call(tokens) * min(AT_A_TIME, parts) // parts + tokens * self.held + states
 
     def evaluate(self, arrays: Sequence[mx.array], tokens: int, *, wait: bool = True) -> bool:
         """Evaluate what a call over so many tokens has appended to its cache. arrays: of its layers, in their order. wait:
@@ -127,8 +131,18 @@ def argument(model: nn.Module, names: Sequence[str]) -> int:
 
 
 def _recurrent_layers(model: nn.Module) -> int:
-    def recurrent(cache: object) -> bool:
-        parts = cache.caches if isinstance(cache, CacheList) else (cache,)
-        return any(isinstance(part, ArraysCache) for part in parts)
+    return sum(bool(_states(cache)) for cache in make_prompt_cache(model))
 
-    return sum(recurrent(cache) for cache in make_prompt_cache(model))
+
+def _state_bytes(model: nn.Module) -> int:
+    """Bytes of the largest recurrent state of a layer for one row, from shapes alone."""
+    caches = make_prompt_cache(model)
+    model(mx.zeros((1, 1), dtype=mx.int32), cache=caches)
+    states = [part for cache in caches for part in _states(cache)]
+    return max(max((array.nbytes for array in state.cache if array is not None), default=0) for state in states)
+
+
+def _states(cache: object) -> list[ArraysCache]:
+    """The recurrent states among the parts of a layer's cache."""
+    parts = cache.caches if isinstance(cache, CacheList) else (cache,)
+    return [part for part in parts if isinstance(part, ArraysCache)]

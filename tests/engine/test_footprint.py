@@ -1,6 +1,7 @@
 """The memory that a pair is expected to take, from shapes alone, against what it takes."""
 
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -9,6 +10,7 @@ import pytest
 
 from service.core import Prompt, Sampling, python_command
 from service.engine import device
+from service.engine.activations import Activations
 from service.engine.adapters import bare
 from service.engine.decoder import Decoder
 from service.engine.footprint import plan_memory, row_bytes
@@ -50,13 +52,43 @@ def llama(layers: int) -> nn.Module:
     return model
 
 
+def hybrid(layers: int) -> nn.Module:
+    """Random weights: three of four layers have a state of 128 KiB."""
+    text = {
+        "model_type": "qwen3_5_text",
+        "hidden_size": 64,
+        "num_hidden_layers": layers,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 8,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "linear_conv_kernel_dim": 4,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+        "tie_word_embeddings": True,
+    }
+    model = model_of({"model_type": "qwen3_5", "text_config": text, "tie_word_embeddings": True}, mx.float32)
+    mx.eval(model.parameters())
+    return model
+
+
 @pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="on an accelerator MLX allocates other memory too")
-@pytest.mark.parametrize(("rows", "length"), [(1, 1500), (3, 500)])
-def test_rows_in_rectangles_take_what_is_planned(rows: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "rows", "length"), [(llama, 1, 1500), (llama, 3, 500), (hybrid, 1, 600), (hybrid, 3, 200)]
+)
+def test_rows_in_rectangles_take_what_is_planned(
+    kind: Callable[[int], nn.Module], rows: int, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prefill, join, growth over several steps and rounds, measured as MLX's peak. Parts are small, so that they matter."""
     for module in (rectangles, budget):
         monkeypatch.setattr(module, "PART", 2**20)
-    target, draft = llama(8), llama(2)
+    target, draft = kind(8), kind(4)
     plan = plan_memory(target, draft, 2**30, cache=0, kv_mb=0, prefix_mb=0, chunk=32, proposed=4)
     decoder = Decoder(target, bare(draft), vocabulary=512, k=4, key=mx.random.key(0), prefill_chunk=32)
     decoder.memory.limit(plan.budget)
@@ -72,7 +104,28 @@ def test_rows_in_rectangles_take_what_is_planned(rows: int, length: int, monkeyp
         decoder.round()
     measured = mx.get_peak_memory() - before
     planned = plan.activations + plan.budget.bytes_of([length + length // 4] * rows)
-    assert 0.6 * planned < measured <= 1.05 * planned, (measured / 2**20, planned / 2**20)
+    # A CPU computes one of the two chunks of a burst at a time.
+    least = 0.6 if kind is llama else 0.4
+    assert least * planned < measured <= 1.05 * planned, (measured / 2**20, planned / 2**20)
+
+
+@pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="on an accelerator MLX allocates other memory too")
+def test_recurrent_states_that_a_call_computes_one_after_another_are_planned() -> None:
+    """All states of a layer are held until its output is computed from them."""
+    model = hybrid(4)
+    activations = Activations.of(model)
+    assert activations.states == 8 * 64 * 64 * 4 and Activations.of(llama(4)).states == 0
+    cache = RowCache(model, 1)
+    for tokens in (64, 128):
+        mx.eval(model(mx.zeros((1, 1), dtype=mx.int32), cache=cache.layers), cache.arrays())
+        cache.commit(1)
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        model(mx.ones((1, tokens), dtype=mx.int32), cache=cache.layers)
+        mx.eval(cache.arrays())
+        cache.commit(tokens)
+        measured, planned = mx.get_peak_memory() - before, activations.peak_bytes(tokens)
+        assert 0.8 * planned < measured <= 1.05 * planned, (tokens, measured / 2**20, planned / 2**20)
 
 
 @pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="rows are in rectangles on a CPU")

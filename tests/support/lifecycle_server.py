@@ -114,8 +114,8 @@ class Loaded:
 
 
 class FakeEngine:
-    """core.DraftSwitch and core.MemoryLender on its own thread; it checks adapter folders as the real one does. dead: nothing can be staged. costs:
-    the measured seconds of a round."""
+    """core.DraftSwitch and core.MemoryLender on its own thread; it checks adapter folders as the real one does. dead: nothing
+    can be staged or lent. costs: the measured seconds of a round."""
 
     def __init__(self) -> None:
         self.active = BARE_DRAFT
