@@ -22,6 +22,8 @@ def test_a_run_plans_with_a_share_of_what_is_free_and_no_more_than_the_setting(m
     assert free_for_training(TrainingSettings()) == 9 * 2**30
     assert free_for_training(TrainingSettings(memory_gb=2.0)) == 2 * 2**30
     assert free_for_training(TrainingSettings(memory_gb=64.0)) == 9 * 2**30
+    assert free_for_training(TrainingSettings(), lent=2**30) == 2**30
+    assert free_for_training(TrainingSettings(), lent=64 * 2**30) == 9 * 2**30
 
 
 def test_a_gpu_s_own_memory_counts_and_not_the_host_s(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,4 +55,6 @@ def test_the_outlook_of_a_pair(tmp_path: Path) -> None:
     assert training_outlook(shape, settings, 2**40).minutes is None
     small = training_outlook(shape, settings, whole.peak_bytes - 1)
     assert small.fits and small.peak_bytes < whole.peak_bytes and small.batch < 8
+    half = training_outlook(shape, settings, 2 * whole.peak_bytes - 2)
+    assert half.fits and half.length == 512 and half.peak_bytes < whole.peak_bytes, "requests keep half of what is idle"
     assert training_outlook(shape, TrainingSettings(memory_gb=1e-3), 2**40).fits is False
