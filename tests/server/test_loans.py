@@ -25,7 +25,9 @@ def test_a_request_gets_the_memory_of_a_run_that_costs_nothing(tmp_path: Path) -
         text = "a" * 1500
         expected = generate(server, text, max_tokens=8)["tokens"]
         engine = thread._engine
-        assert engine is not None and (budget := engine.decoder.memory.budget) is not None
+        assert engine is not None
+        budget = engine.decoder.memory.budget
+        assert budget is not None
         # A budget for that request, and a run that takes nearly all of it.
         small = Budget(2 * budget.bytes_of([2048]), budget.row)
         wanted = application._loan_sizes[Borrower.RUN].wanted
