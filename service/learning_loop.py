@@ -14,6 +14,7 @@ from service.core import DraftSwitch, Forget, Outdated, Provenance, RedraftError
 from service.lifecycle.clock import Clock
 from service.lifecycle.context import LifecycleContext
 from service.lifecycle.launcher import ProcessLauncher
+from service.lifecycle.loans import Loans
 from service.lifecycle.practice_choice import PracticeChoice
 from service.lifecycle.supervisor import Supervisor
 from service.lifecycle.switching import Events, Switching
@@ -75,9 +76,10 @@ class LearningLoop:
         busy: Callable[[], bool] = lambda: False,
         idle_seconds: Callable[[], float] = lambda: math.inf,
         forget: Mapping[str, Forget],
+        loans: Loans | None = None,
     ) -> Supervisor:
         """Serve the adapter that the database says is active, and begin to tick. busy, idle_seconds, forget: as Supervisor has
-        them."""
+        them. loans: memory of the engine's that children borrow."""
         settings, stores = self._settings, self.stores
         context = LifecycleContext(
             stores=stores,
@@ -88,6 +90,7 @@ class LearningLoop:
             rules=lifecycle_rules(settings, place.folders, place.who),
             who=place.who,
             machine=place.machine,
+            loans=loans or Loans(),
         )
         self._forget = forget = {**forget, "waiting_child": lambda selection: self._launcher.end_ready()}
         supervisor = Supervisor(context, practice=self.practice, busy=busy, idle_seconds=idle_seconds, forget=forget)

@@ -33,23 +33,27 @@ from service.engine.kv.budget import Budget
 from service.engine.kv.prefix import PrefixCache
 from service.engine.prefill import Pace
 from service.engine.preflight import check_rows
+from service.engine.strategy import current
 from service.engine.thread import EngineThread
 from service.learning import practice_text
-from service.learning.loading import training_outlook
+from service.learning.loading import training_outlook, training_shape
 from service.learning.practice import practice_bytes
 from service.learning.targets import remove_files
 from service.learning_loop import TRAINING_LOG, LearningLoop, Place
 from service.lifecycle.clock import Clock
+from service.lifecycle.loans import Borrower, Loans, LoanSize
 from service.lifecycle.recorder import Recorder
 from service.lifecycle.request_monitor import IDLE_SECONDS, RequestMonitor
 from service.lifecycle.supervisor import Supervisor
 from service.metrics import Metrics
 from service.models.generation_config import sampling_defaults
 from service.models.machine import backend, machine_kind
-from service.models.memory import device_free_bytes
+from service.models.memory import assumed_bytes, device_free_bytes
+from service.models.padding import padded
 from service.models.pair import Pair, load_pair
 from service.models.text import TextEncoder, bytes_per_token
 from service.models.tokens import streaming_detokenizer
+from service.models.training_memory import smallest_plan
 from service.open_files import raise_open_files_limit
 from service.settings import Settings
 from service.store.access.key_ring import REFRESH_SECONDS, KeyRing
@@ -74,6 +78,7 @@ class Serving:
     folders: Folders
     pair: Pair
     context: int
+    paged: bool
 
 
 class Application:
@@ -117,6 +122,7 @@ class Application:
         )
         self._api: ASGIApp = build_startup_api(stage=lambda: self.stage, metrics=self.metrics, doors=self._doors)
         self._serving: Serving | None = None
+        self._loan_sizes: dict[Borrower, LoanSize] = {}
         self._supervisor: Supervisor | None = None
         self._queue: RequestMonitor | None = None
         self._requests: RequestMonitor | None = None
@@ -153,6 +159,8 @@ class Application:
             # Practice takes nothing from any request.
             idle_seconds=lambda: requests.quiet_for,
             forget=self.places(encoder),
+            # Pages take all of their memory at once: there what a child takes is set aside.
+            loans=None if serving.paged else Loans(self.engine_thread, self._loan_sizes),
         )
         for monitor in (queue, requests):
             monitor.start()
@@ -276,8 +284,12 @@ class Application:
             if pair.draft is not None:
                 check_rows(pair.draft.model, "draft")
         base = served(pair.draft) if pair.draft is not None else None
-        free = max(device_free_bytes() + device.memory().cache - device.cache_limit(), 0)
-        plan = self._memory_plan(folders, pair, free)
+        free = max(device_free_bytes() + device.memory().cache, 0)
+        total = int(settings.engine.memory_gb * 2**30)
+        if total and not current().paged:
+            free = min(free, max(assumed_bytes(total) - _weights(pair), 0))
+        plan = self._memory_plan(folders, pair, free, device.cache_limit(total or None))
+        device.limit_cache(plan.cache)
         decoder = Decoder(
             pair.target.model,
             base,
@@ -290,7 +302,7 @@ class Application:
             lookup=settings.engine.num_lookup_tokens,
             prefix=PrefixCache(plan.prefix),
         )
-        decoder.memory.limit(plan.budget)
+        decoder.memory.limit(plan.budget, plan.spare)
         context = _context(settings.engine.max_context, pair.target.context, plan.budget)
         with self._during("timing"):
             decoder.profile(settings.engine.max_rows, context)
@@ -302,7 +314,7 @@ class Application:
                 decoder.prefixes.keep(folder, settings.engine.prefix_cache_disk_mb << 20, who.target, who.draft)
             except OSError as error:
                 raise ModelError(f"engine.prefix_cache_dir cannot be used: {error}") from error
-        self._serving = Serving(folders, pair, context)
+        self._serving = Serving(folders, pair, context, current().paged)
         return Engine(
             decoder=decoder,
             base=base,
@@ -310,32 +322,55 @@ class Application:
             context=context,
             provenance=pair.provenance,
             detokenizer=lambda: streaming_detokenizer(pair.target.tokenizer),
-            weights=weight_bytes(pair.target.model, pair.draft.model if pair.draft is not None else None),
+            weights=_weights(pair),
         )
 
-    def _memory_plan(self, folders: Folders, pair: Pair, free: int) -> MemoryPlan:
-        """Divides the memory that is free once everything is loaded. Practice that is off now, and turned on later, makes do
-        with what is free then. Raises ModelError where nothing is left for keys and values."""
-        engine, runs, training = self.settings.engine, self.settings.training, 0
-        if runs.enabled and runs.run_here and folders.draft is not None:
-            # Half of what is free: serving goes first.
-            training = training_outlook(folders.target, folders.draft, runs, free // 2).peak_bytes
-            if self.learning.practice.on:
-                both, rank = (folders.target, folders.draft), runs.practice_rank
-                training = max(training, practice_bytes(pair.target.model, both, pair.vocabulary, rank))
+    def _memory_plan(self, folders: Folders, pair: Pair, free: int, cache: int) -> MemoryPlan:
+        """Divides the bytes that are free once everything is loaded. cache: freed memory that MLX may hold. A run takes what is
+        free when it starts; only in pages, which take all of their memory at once, some is set aside for it. Raises ModelError
+        where nothing is left for keys and values."""
+        engine, runs = self.settings.engine, self.settings.training
+
+        def training(idle: int) -> int:
+            self._loan_sizes = sizes = self._sizes(folders, pair, idle) if runs.run_here else {}
+            borrowers = (Borrower.RUN, Borrower.PRACTICE) if self.learning.practice.on else (Borrower.RUN,)
+            return max((sizes[each].wanted for each in borrowers if each in sizes and runs.enabled), default=0)
+
         plan = plan_memory(
             pair.target.model,
             pair.draft.model if pair.draft is not None else None,
             free,
+            cache=cache,
             kv_mb=engine.kv_budget_mb,
             prefix_mb=engine.prefix_cache_mb,
             chunk=engine.prefill_chunk,
+            proposed=max(engine.num_draft_tokens, engine.num_lookup_tokens),
+            rank=runs.rank if runs.enabled and runs.run_here else None,
             training=training,
-            rank=runs.rank,
         )
         if plan.problem is not None:
             raise ModelError(plan.problem)
         return plan
+
+    def _sizes(self, folders: Folders, pair: Pair, idle: int) -> dict[Borrower, LoanSize]:
+        """What children take. idle: bytes that they may take while nothing is asked."""
+        runs = self.settings.training
+        if folders.draft is None:
+            return {}
+        shape = training_shape(folders.target, folders.draft, rank=runs.rank)
+        outlook = training_outlook(shape, runs, idle)
+        if not outlook.fits:
+            log.warning("memory is too short for training: %s, and %.1f GiB can be lent", outlook, idle / 2**30)
+        least = smallest_plan(shape, batch=runs.batch_size, length=padded(runs.max_length)).peak_bytes
+        both, rank = (folders.target, folders.draft), runs.practice_rank
+        practice = practice_bytes(pair.target.model, both, pair.vocabulary, rank)
+        return {
+            Borrower.RUN: LoanSize(outlook.peak_bytes, least),
+            # With less memory it writes fewer texts at a time.
+            Borrower.PRACTICE: LoanSize(practice, min(practice, idle)),
+            # It loads the draft, and reads a few texts at a time.
+            Borrower.COMPARISON: LoanSize(least, min(least, idle)),
+        }
 
     @contextmanager
     def _during(self, stage: str) -> Generator[None]:
@@ -344,13 +379,17 @@ class Application:
         log.info("%s took %.1f s", stage, time.perf_counter() - started_at)
 
 
+def _weights(pair: Pair) -> int:
+    return weight_bytes(pair.target.model, pair.draft.model if pair.draft is not None else None)
+
+
 def _context(asked: int, own: int | None, budget: Budget) -> int:
     """Tokens of a prompt and its answer, at most. asked: by the settings; 0: as many as the model allows. own: the model's
     limit; None where it says none."""
     fits = budget.longest()
     wanted = min((limit for limit in (asked, own) if limit), default=fits)
     if fits < wanted:
-        log.warning("memory does for requests of %d tokens, not of %d", fits, wanted)
+        log.warning("requests are limited to %d tokens by memory; the model allows %d", fits, wanted)
     return min(wanted, fits)
 
 

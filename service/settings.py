@@ -106,15 +106,17 @@ class EngineSettings(Section):
     GPU, no bound on a CPU."""
     prefix_cache_mb: int | None = Field(default=None, ge=0)
     """Memory (MiB), at most, for what the models made of earlier requests, so that beginnings in common are read once; 0: none.
-    None: on CUDA all of `kv_budget_mb` that running requests leave, which it gives back to them; elsewhere an eighth of what is
-    free once the models are loaded."""
+    None: all of `kv_budget_mb` that running requests leave. It gives way to them in any case."""
     prefix_cache_dir: PathSetting | None = None
     """Folder where the target's part of it is kept for the next start, with the tokens of prompts and answers; None: none."""
     prefix_cache_disk_mb: int = Field(default=8192, ge=0)
     """Size (MiB) of that folder's files, at most."""
     kv_budget_mb: int = Field(default=0, ge=0)
-    """Memory (MiB) for keys and values of the requests that run; 0: what is free once the models are loaded. On CUDA all of it
-    is taken at the start, and more than is free is refused."""
+    """Memory (MiB) for the requests that run (keys and values, recurrent states) and for cached prefixes; 0: what is free once
+    the models are loaded. On CUDA all of it is taken at the start, and more than is free is refused."""
+    memory_gb: float = Field(default=0.0, ge=0)
+    """Memory (GiB) of the machine to plan for, where it is to be less than this one's: the server then takes what a Mac of that
+    size has for it (`redraft doctor --memory`). 0: this machine's own. Not on CUDA."""
     max_context: int = Field(default=0, ge=0)
     """Prompt and output tokens of one request together; 0: the model's own limit, which wins where it is lower, as does what
     memory does for."""

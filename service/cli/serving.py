@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -160,6 +161,31 @@ def doctor(
             "--speed", help="Also load the models (made or fetched first) and time calls and rounds: a minute or more."
         ),
     ] = False,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory",
+            help="Say instead what a Mac with so much memory (such as 16GiB) would get of these models, on this disk or not.",
+        ),
+    ] = None,
+    free: Annotated[
+        str | None,
+        typer.Option(
+            "--free",
+            help="With --memory: what is free of it once the models are loaded; by default what macOS usually leaves.",
+        ),
+    ] = None,
+    tflops: Annotated[
+        float,
+        typer.Option(
+            "--tflops",
+            min=0.01,
+            help="With --memory: the device's speed in large matrix products, from which the time of a training run follows.",
+        ),
+    ] = 4.0,
+    device: Annotated[
+        Literal["metal", "cpu"], typer.Option("--device", help="With --memory: cpu computes in float32, as Linux does.")
+    ] = "metal",
     json: Json = None,
 ) -> None:
     """Show device, precision, speed, versions, memory and disk, and what is wrong.
@@ -167,8 +193,9 @@ def doctor(
     Exits with 1 when something keeps `redraft serve` from working (no MLX, a package too old, a database that does not answer,
     a model that is not there or does not fit into memory). What only costs speed is a warning. Where no draft is named, it says
     which one `serve` would get. Of models that are at hand it says, without loading them, what they take of memory, and how
-    long requests can be. With --speed: what target calls and draft steps cost, and from which acceptance rate drafts pay
-    (docs/tuning.md).
+    long requests can be. With --memory nothing of this machine counts: it says which context and how many rows a Mac of that
+    size gets, what takes how much, and whether training fits. With --speed: what target calls and draft steps cost, and from
+    which acceptance rate drafts pay (docs/tuning.md).
     """
     from service.cli.models import draft_of
     from service.models.machine import examine
@@ -177,6 +204,11 @@ def doctor(
     settings = settings_from(config, models__target=target, models__draft=draft)
     drafting, how = draft_of(settings)
     names = [settings.models.target, *([drafting] if drafting else [])]
+    if memory is not None:
+        _plan(settings, names, memory, free, tflops, device, json)
+        return
+    if free is not None:
+        raise typer.BadParameter("goes with --memory", param_hint="--free")
     found = examine(settings.home, names, revision=settings.models.revision)
     try:
         database = describe(settings.database_url)
@@ -216,14 +248,64 @@ def doctor(
         out.print(f"warning: {warning}", style="yellow", highlight=False)
     if not found.problems and not found.warnings:
         out.print("nothing is wrong", style="green")
-    memory = None
+    sizes = None
     if loaded is not None and found.device_memory_free is not None:
-        memory = _memory(settings, loaded, found.device_memory_free, found.gflops)
+        sizes = _memory(settings, loaded, found.device_memory_free, found.gflops)
     timed = _speed(settings) if speed and not found.problems else None
-    more = {"database": database, "memory": memory, "speed": timed}
+    more = {"database": database, "memory": sizes, "speed": timed}
     write_json(json, asdict(found) | {name: each for name, each in more.items() if each is not None})
     if found.problems:
         raise typer.Exit(1)
+
+
+def _plan(
+    settings: Settings,
+    names: Sequence[str],
+    memory: str,
+    free: str | None,
+    tflops: float,
+    on: Literal["metal", "cpu"],
+    json: Path | None,
+) -> None:
+    """Print what a machine of this size gets. Exits with 1 when nothing can be served."""
+    from service.evaluation.pair_plan import plan_pair
+
+    sizes = _bytes(memory, "--memory"), None if free is None else _bytes(free, "--free")
+    found = plan_pair(names, settings, memory=sizes[0], free=sizes[1], tflops=tflops, on=on)
+    plan, row, training = found.plan, found.plan.budget.row, found.training
+    rows = [
+        ("memory", _size(found.memory)),
+        ("weights", _size(found.weights)),
+        ("free once they are loaded", _size(found.free)),
+        ("freed memory held for reuse, at most", _size(plan.cache)),
+        ("activations of a prefill, about", _size(plan.activations)),
+        ("adapters of the draft, two at most", _size(plan.adapters)),
+        ("requests and cached prefixes, at most", _size(plan.budget.size)),
+        ("a token of a request", _size(row.first + row.scores)),
+        ("a request, whatever its length", _size(row.fixed)),
+        ("tokens of a request, at most", f"{found.context:,}"),
+        ("requests of 4,096 tokens together", str(found.rows)),
+    ]
+    if training is not None:
+        rows.append(("how a run trains beside an idle server", _training(training)))
+    table("redraft doctor", ("what", " + ".join(names)), rows)
+    for line in found.assumed:
+        out.print(f"assumed: {line}", highlight=False)
+    if plan.problem is not None:
+        out.print(f"! {plan.problem}", style="red", highlight=False)
+    write_json(json, found.as_json())
+    if plan.problem is not None:
+        raise typer.Exit(1)
+
+
+def _bytes(text: str, option: str) -> int:
+    """Bytes of a size such as "16GiB", "16 GB" (10^9) or "512MiB"; a number alone is GiB."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:(T|G|M)(i?)B?)?\s*", text, re.IGNORECASE)
+    if found is None:
+        raise typer.BadParameter(f"{text!r} is no size: write it as 16GiB", param_hint=option)
+    number, prefix, binary = found.groups()
+    power = {"M": 2, "G": 3, "T": 4}[(prefix or "G").upper()]
+    return int(float(number) * (1024 if binary or not prefix else 1000) ** power)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,26 +340,15 @@ def _memory(settings: Settings, loaded: ModelsAtHand, free: int, gflops: float |
     """What serving these models takes, in bytes, printed as a table. free: bytes of the device's memory. gflops: its speed;
     None: not known."""
     from service.engine.device import cache_limit
-    from service.engine.footprint import plan_memory, weight_bytes
-    from service.engine.strategy import current
-    from service.learning.loading import training_outlook
+    from service.engine.footprint import weight_bytes
+    from service.evaluation.pair_plan import plan_models
+    from service.learning.loading import training_shape
 
-    target, draft, models = loaded.target, loaded.draft, (loaded.target_model, loaded.draft_model)
-    weights, engine = weight_bytes(*models), settings.engine
-    left = max(free - weights - cache_limit(), 0)
-    outlook: TrainingOutlook | None = None
-    if draft is not None and settings.training.enabled:
-        # Beside serving: half of what is left, as the server plans it.
-        outlook = training_outlook(target, draft, settings.training, left // 2, tflops=gflops and gflops / 1e3)
-    needed = outlook.peak_bytes if outlook is not None else 0
-    plan = plan_memory(
-        *models,
-        left,
-        kv_mb=engine.kv_budget_mb,
-        prefix_mb=engine.prefix_cache_mb,
-        chunk=engine.prefill_chunk,
-        training=needed,
-        rank=settings.training.rank,
+    models = (loaded.target_model, loaded.draft_model)
+    weights, rank = weight_bytes(*models), settings.training.rank
+    shape = None if loaded.draft is None else training_shape(loaded.target, loaded.draft, rank=rank)
+    plan, outlook = plan_models(
+        models, shape, settings, max(free - weights, 0), cache=cache_limit(), tflops=gflops and gflops / 1e3
     )
     budget, row = plan.budget, plan.budget.row
     memory: dict[str, Any] = {
@@ -286,9 +357,11 @@ def _memory(settings: Settings, loaded: ModelsAtHand, free: int, gflops: float |
         "kv": budget.size,
         "activations": plan.activations,
         "adapters": plan.adapters,
+        "row": row.fixed,
+        "scores_per_token": row.scores,
         "prefix": plan.prefix,
-        "cache_limit": cache_limit(),
-        "training": needed,
+        "cache_limit": plan.cache,
+        "training": plan.training,
         "training_outlook": None if outlook is None else asdict(outlook),
         "total_free": free,
     }
@@ -296,15 +369,16 @@ def _memory(settings: Settings, loaded: ModelsAtHand, free: int, gflops: float |
     rows = [
         ("free", _size(free)),
         ("weights", _size(memory["weights"])),
-        ("prefix cache, at most", _size(min(memory["prefix"], budget.size) if current().paged else memory["prefix"])),
-        ("training meanwhile, at most", _size(memory["training"])),
+        ("a training run, while there is one, at most", _size(memory["training"])),
         *(() if outlook is None else (("how a run trains", _training(outlook)),)),
         ("activations of a prefill, about", _size(plan.activations)),
         ("adapters of the draft, two at most", _size(plan.adapters)),
         ("freed memory held for reuse, at most", _size(memory["cache_limit"])),
         ("a token of a request", _size(row.first)),
         *((f"behind {most:,} tokens, for windows are full", _size(row.position)) for most in windows),
-        ("keys and values of all requests, at most", _size(budget.size)),
+        ("a request, whatever its length", _size(row.fixed)),
+        ("requests and cached prefixes, at most", _size(budget.size)),
+        ("of which cached prefixes, at most", _size(min(memory["prefix"], budget.size))),
         *(
             (f"tokens that fit for each of {n} requests", f"{budget.longest(n):,}")
             for n in (1, settings.engine.max_rows)
@@ -319,10 +393,9 @@ def _memory(settings: Settings, loaded: ModelsAtHand, free: int, gflops: float |
 def _training(outlook: TrainingOutlook) -> str:
     """How a run trains, in words."""
     if not outlook.fits:
-        return f"does not fit: the smallest run takes {_size(outlook.peak_bytes)}"
-    how = ", gradient checkpointing" if outlook.recompute else ""
+        return f"does not fit: {outlook}"
     time = "" if outlook.minutes is None else f", an epoch of a full window in about {max(outlook.minutes, 1):,.0f} min"
-    return f"{outlook.batch} x {outlook.length} tokens at a time{how}{time}"
+    return f"{outlook}, {_size(outlook.peak_bytes)}{time}"
 
 
 def _size(count: int) -> str:

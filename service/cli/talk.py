@@ -60,7 +60,7 @@ def _load(config: Config, target: str | None, draft: str | None, k: int | None) 
         adaptive=settings.engine.adaptive,
         lookup=settings.engine.num_lookup_tokens,
         # A chat that goes on begins as it did.
-        prefix=PrefixCache(prefix_bytes(settings.engine.prefix_cache_mb, device_free_bytes())),
+        prefix=PrefixCache(prefix_bytes(settings.engine.prefix_cache_mb, device_free_bytes() // 8)),
     )
     decoder.profile(1)
 

@@ -246,6 +246,24 @@ class DraftSwitch(Protocol):
         ...
 
 
+class MemoryLender(Protocol):
+    """Serving, as far as it lends memory to training: one loan at a time."""
+
+    def lend(self, wanted: int, least: int) -> Future[int]:
+        """Lend up to `wanted` bytes that no request uses; cached prefixes give way. Returns the bytes that are lent; 0 where
+        fewer than `least` could be."""
+        ...
+
+    def take_back(self) -> None:
+        """The loan is over: serving uses that memory again. Idempotent; from any thread."""
+        ...
+
+    @property
+    def loan_needed(self) -> bool:
+        """Whether requests wait for memory that is lent. From any thread."""
+        ...
+
+
 class Staged(Protocol):
     """A draft that is loaded and checked, not yet serving."""
 

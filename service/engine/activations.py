@@ -2,7 +2,8 @@
 
 What is launched takes its memory at once and gives it back when the device has computed what needs it, and MLX lets some ten
 command buffers be under way (mlx/transforms.cpp, `eval_impl`). A prefill of 2,048 tokens took 2 to 11 GB so, by how far the
-host was ahead of the device (docs/measurements.md). So it is launched a few layers at a time, two such parts at most.
+host was ahead of the device (docs/measurements.md). So it is launched a few layers at a time, two such parts at most
+(`Strategy.part`).
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 from service.engine import device
 from service.engine.strategy import current
 
-PART = 2**29
-"""Bytes that a part of a call computes, if a layer does not compute more; and calls that nobody waits for, together."""
 AT_A_TIME = 2
 """Parts that are launched at a time: the device computes one while the host describes the next."""
 TIMES = 2.0
@@ -31,11 +30,16 @@ CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k
 @dataclass(slots=True)
 class Activations:
     """Of a model. token: bytes a token, of all layers. layers: parts in which a call can be launched. copies: bytes of all
-    layers' quantised matrices, but experts', at the precision of what they are multiplied with."""
+    layers' quantised matrices, but experts', at the precision of what they are multiplied with. held: bytes a token that stay
+    until the whole call is computed: what recurrent layers read, which is recorded (`recurrent`). states: bytes a token of the
+    recurrent states of one layer: without a kernel they are computed one after another, and all are held until the layer's
+    output is computed from them."""
 
     token: int
     layers: int
     copies: int = 0
+    held: int = 0
+    states: int = 0
     unwaited: int = 0
     """Bytes of calls that were launched and not waited for."""
 
@@ -44,7 +48,7 @@ class Activations:
         """From the shapes of its matrices, but for the output head, which a prefill does not need."""
         layers = cast("list[nn.Module]", getattr(model, "layers", ()))
         chosen = _chosen(model)
-        outputs = copies = 0
+        outputs = copies = size = 0
         for module in (each for layer in layers for each in cast("list[Any]", layer.modules())):
             if (weight := module.get("weight")) is None or weight.ndim < 2:
                 continue
@@ -53,10 +57,13 @@ class Activations:
             outputs += _outputs(module, weight, chosen) * size
             if "scales" in module and weight.ndim == 2:
                 copies += weight.size * 32 // module.bits * size
-        if not layers or not _recurrent(model):
-            return cls(int(TIMES * outputs), len(layers), copies)
-        # Recurrent states are not in the order of layers: such a call is one part, which has no more copies at a time.
-        return cls(int(TIMES * outputs), 1, copies * min(AT_A_TIME, len(layers)) // len(layers))
+        recurrent = _recurrent_layers(model) if layers else 0
+        held = recurrent * argument(model, ("hidden_size", "d_model", "dim")) * size
+        if not recurrent or not current().paged:
+            return cls(int(TIMES * outputs), len(layers), copies, held, _state_bytes(model) if recurrent else 0)
+        # Beside pages, recurrent states are not in the order of layers: such a call is one part, which has no more copies at a
+        # time.
+        return cls(int(TIMES * outputs), 1, copies * min(AT_A_TIME, len(layers)) // len(layers), held)
 
     def call(self, tokens: int) -> int:
         """Bytes that a call over so many tokens computes, of all layers."""
@@ -65,19 +72,20 @@ class Activations:
 
     def parts(self, tokens: int) -> int:
         """Parts in which a call over so many tokens is launched: of a layer at least."""
-        return max(min(-(-self.call(tokens) // PART), self.layers), 1)
+        return max(min(-(-self.call(tokens) // current().part), self.layers), 1)
 
     def peak_bytes(self, tokens: int) -> int:
         """Bytes that are there at a time, about, of calls over so many tokens."""
         # A CPU is not far behind the host.
         parts = self.parts(tokens) if current().launch_ahead else max(self.layers, 1)
-        return self.call(tokens) * min(AT_A_TIME, parts) // parts
+        states = 0 if current().launch_ahead else tokens * self.states
+        return self.call(tokens) * min(AT_A_TIME, parts) // parts + tokens * self.held + states
 
     def evaluate(self, arrays: Sequence[mx.array], tokens: int, *, wait: bool = True) -> bool:
         """Evaluate what a call over so many tokens has appended to its cache. arrays: of its layers, in their order. wait:
         until it is computed; else it may be under way still. Returns whether it is computed."""
         size = self.call(tokens)
-        if not wait and self.unwaited + size <= PART:
+        if not wait and self.unwaited + size <= current().part:
             self.unwaited += size
             device.launch(arrays)
             return False
@@ -90,11 +98,11 @@ class Activations:
             launched.append(arrays[begin:end])
             if parts > 1:
                 device.launch(launched[-1])
-        # A small call comes here when those that were not waited for are PART bytes already.
+        # A small call comes here when those that were not waited for are a part already.
         computed = wait or parts == 1
         if computed:
             device.wait(arrays)
-        self.unwaited = 0 if computed else PART
+        self.unwaited = 0 if computed else current().part
         return computed
 
 
@@ -109,17 +117,32 @@ def _outputs(module: Any, weight: mx.array, chosen: int) -> int:
 
 def _chosen(model: nn.Module) -> int:
     """Experts that a token goes through."""
+    return argument(model, CHOSEN) or 1
+
+
+def argument(model: nn.Module, names: Sequence[str]) -> int:
+    """The first of these numbers that a model's arguments have; 0 where they have none."""
     for part in (getattr(model, "args", None), getattr(getattr(model, "args", None), "text_config", None)):
-        for name in CHOSEN:
+        for name in names:
             found = part.get(name) if isinstance(part, dict) else getattr(part, name, None)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
             if isinstance(found, int):
                 return found
-    return 1
+    return 0
 
 
-def _recurrent(model: nn.Module) -> bool:
-    for cache in make_prompt_cache(model):
-        parts = cache.caches if isinstance(cache, CacheList) else (cache,)
-        if any(isinstance(part, ArraysCache) for part in parts):
-            return True
-    return False
+def _recurrent_layers(model: nn.Module) -> int:
+    return sum(bool(_states(cache)) for cache in make_prompt_cache(model))
+
+
+def _state_bytes(model: nn.Module) -> int:
+    """Bytes of the largest recurrent state of a layer for one row, from shapes alone."""
+    caches = make_prompt_cache(model)
+    model(mx.zeros((1, 1), dtype=mx.int32), cache=caches)
+    states = [part for cache in caches for part in _states(cache)]
+    return max(max((array.nbytes for array in state.cache if array is not None), default=0) for state in states)
+
+
+def _states(cache: object) -> list[ArraysCache]:
+    """The recurrent states among the parts of a layer's cache."""
+    parts = cache.caches if isinstance(cache, CacheList) else (cache,)
+    return [part for part in parts if isinstance(part, ArraysCache)]

@@ -145,6 +145,12 @@ class Batch:
             self.rows[slot], self._epochs[slot] = row, epoch
         self._pad(padding)
 
+    def make_room(self, count: int) -> None:
+        """Give every row capacity for `count` positions more, in both caches."""
+        longest = max(cache.lengths.longest for cache in self._caches)
+        for cache in self._caches:
+            cache.make_room(longest + count)
+
     def _pad(self, places: Collection[int]) -> None:
         """Make these rows padding."""
         for i in places:

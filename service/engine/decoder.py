@@ -155,14 +155,17 @@ class Decoder:
         salt, prefix = row.prompt.cache_salt, self.batch.prefix
         cached = self.prefixes.cached_tokens(row.tokens, salt)
         pieces = [] if prefix is None else prefix.find(row.tokens[:-1], self.pace.speed.value, salt)
-        return Prefill([row], self.batch.target.cache(1), None, self.batch.epoch, cached=cached, pieces=pieces)
+        cache, reserved = self.batch.target.cache(1), self.memory.reserved(row)
+        cache.reserve(reserved)
+        return Prefill([row], cache, None, self.batch.epoch, reserved=reserved, cached=cached, pieces=pieces)
 
     def preempt(self, prefilling: Sequence[int]) -> list[Request]:
         """Take the youngest requests out of the batch, but for one, until memory does for the next rounds of the others and for
         texts of such lengths that prefill; returns them."""
-        # A round may be under way, and another be launched behind it.
-        most = 2 * (1 + max(self.draft_length, self.lookup.max_tokens if self.lookup is not None else 0))
-        if not self.rows or self.memory.fits([len(row.tokens) + most for row in self.rows], prefilling):
+        most = self._next_positions
+        running = [len(row.tokens) + most for row in self.rows]
+        if not self.rows or self.memory.fits(running, prefilling):
+            self.memory.make_room(running, prefilling)
             return []
         if len(self.rows) == 1 and not self.memory.fits([len(self.rows[0].tokens) + most], prefilling, have=0):
             # Nobody can go, and spare memory would not do either.
@@ -176,6 +179,12 @@ class Decoder:
         if self.rows:
             self._remove(gone, tight=True)
         return gone
+
+    @property
+    def _next_positions(self) -> int:
+        """Positions behind a row's end that its next rounds may write: one may be under way, and another be launched behind
+        it."""
+        return 2 * (1 + max(self.draft_length, self.lookup.max_tokens if self.lookup is not None else 0))
 
     def batch_prompts(self, waiting: Sequence[Prefill], tokens: int, chunk: int | None = None) -> Prefill:
         """The first of these prompts, with others that can be prefilled in one call of `tokens` tokens with it. chunk: as for
@@ -264,6 +273,7 @@ class Decoder:
         draft raises is logged and costs speed alone."""
         if self._reports:
             return self._reports.popleft()
+        self.batch.make_room(self._next_positions)
         step = self._step or self.runner.launch(self._plan(joining))
         self._step = None
         try:

@@ -53,16 +53,17 @@ def counting() -> Generator[Counts]:
         _counts.reset(token)
 
 
-def cache_limit() -> int:
-    """Bytes of freed memory that MLX may hold."""
-    own = int(mx.device_info().get("total_memory", 0))
-    return max(min(CACHE_BYTES, int(total_bytes() * CACHE_SHARE)), int(own * CUDA_SHARE))
+def cache_limit(total: int | None = None) -> int:
+    """Bytes of freed memory that MLX may hold on a machine of `total` bytes; None: this one."""
+    own = 0 if total is not None else int(mx.device_info().get("total_memory", 0))
+    return max(min(CACHE_BYTES, int((total or total_bytes()) * CACHE_SHARE)), int(own * CUDA_SHARE))
 
 
-def limit_cache() -> None:
-    """Bound what MLX holds of freed memory. Unbounded, it is all of the device's memory but a part, and another process on it,
-    such as the one that trains, finds none (MLX's mlx/backend/cuda/allocator.cpp does not free its cache for others)."""
-    mx.set_cache_limit(cache_limit())
+def limit_cache(size: int | None = None) -> None:
+    """Bound what MLX holds of freed memory to `size` bytes; None: `cache_limit`. Unbounded, it is all of the device's memory
+    but a part, and another process on it, such as the one that trains, finds none: MLX's allocator does not free its cache for
+    others (mlx/backend/cuda/allocator.cpp)."""
+    mx.set_cache_limit(cache_limit() if size is None else size)
 
 
 def limit_memory(count: int) -> None:
@@ -71,9 +72,14 @@ def limit_memory(count: int) -> None:
     mx.set_memory_limit(count)
 
 
+def release_cache() -> None:
+    """Give back what MLX holds of freed memory."""
+    mx.clear_cache()
+
+
 def free_bytes() -> int:
     """Bytes that can be allocated, once what MLX holds of freed memory is given back, which this does."""
-    mx.clear_cache()
+    release_cache()
     return device_free_bytes()
 
 

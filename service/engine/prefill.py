@@ -36,6 +36,8 @@ class Prefill:
     epoch: int
     """The decoder's when the draft's prefill started. A draft cache of an earlier epoch is of another or a failed draft."""
 
+    reserved: int = 0
+    """Positions for which the caches' buffers are made at once (`RowMemory.reserved`)."""
     prefills_draft: bool | None = None
     """Whether the draft prefills these prompts too; None: not decided yet."""
     cached: int = 0
@@ -64,6 +66,7 @@ class Prefill:
         """The draft's cache for these rows: a new one where there is none, or only one of another epoch."""
         if self.draft_cache is None or self.epoch != epoch:
             self.draft_cache, self.epoch = drafter.new_cache(len(self.target_cache.lengths.host)), epoch
+            self.draft_cache.reserve(self.reserved)
         return self.draft_cache
 
 
@@ -139,7 +142,9 @@ def batch_prompts(
                 longest, total = max(longest, length), total + length
     if len(chosen) > 1:
         rows = [each.rows[0] for each in chosen]
-        first = Prefill(rows, target.cache(batch_size(len(rows))), None, first.epoch, with_draft)
+        cache, reserved = target.cache(batch_size(len(rows))), max(each.reserved for each in chosen)
+        cache.reserve(reserved)
+        first = Prefill(rows, cache, None, first.epoch, reserved, with_draft)
     if min(longest, size) <= room:
         _load_cached_prefixes(Owner.TARGET, first.target_cache, first.rows, prefix)
     return first

@@ -46,6 +46,8 @@ ABANDON_SECONDS = 0.1
 """How long a thread is waited for that was given up or still loads: in native code nothing can stop it."""
 IDLE_SECONDS = 0.5
 """How long the thread sleeps at most while there is nothing to do."""
+LOAN_SECONDS = 0.05
+"""How long the thread sleeps at most while requests wait for memory that is lent, and nothing runs."""
 SAVED_IDLE = 1024
 """Tokens that a text has in the prefix cache and in no file, at least, to be written while there is nothing to do."""
 SAVE_SECONDS = 10.0
@@ -57,11 +59,11 @@ class Command:
     """A change to be made on the thread, between two rounds."""
 
     run: Callable[[Engine], None]
-    future: Future[Staged] | Future[None]
+    future: Future[Staged] | Future[None] | Future[int]
 
 
 class EngineThread:
-    """core.GenerationService and core.DraftSwitch over one Engine.
+    """core.GenerationService, core.DraftSwitch and core.MemoryLender over one Engine.
 
     `build` makes the Engine and runs on the thread itself, for MLX objects belong to the thread that made them. `on_fatal`
     is called from the watchdog when the thread died or made no progress for `hang_seconds` while work was waiting. `on_submit`
@@ -273,6 +275,29 @@ class EngineThread:
         planner = self._engine.decoder.planner if self._engine else None
         return planner.round_seconds(step) if planner is not None else None
 
+    def lend(self, wanted: int, least: int) -> Future[int]:
+        """See core.MemoryLender. The future fails with Unavailable once the thread died or is being stopped."""
+        future: Future[int] = Future()
+
+        def apply(engine: Engine) -> None:
+            # What waits comes first.
+            future.set_result(0 if self._scheduler.waiting else engine.decoder.memory.lend(wanted, least))
+
+        self._command(apply, future)
+        return future
+
+    def take_back(self) -> None:
+        """See core.MemoryLender."""
+        if self._engine is not None:
+            self._engine.decoder.memory.take_back()
+        with self._condition:
+            self._condition.notify()
+
+    @property
+    def loan_needed(self) -> bool:
+        """See core.MemoryLender."""
+        return self._engine is not None and self._engine.decoder.memory.loan_needed
+
     def drain(self, seconds: float) -> bool:
         """Refuse new requests and wait for the running ones; False when some were still running."""
         self._draining = True
@@ -297,7 +322,7 @@ class EngineThread:
         """The thread finds, loads or times models."""
         return self._engine is None and self._thread.is_alive()
 
-    def _command(self, run: Callable[[Engine], None], future: Future[Staged] | Future[None]) -> None:
+    def _command(self, run: Callable[[Engine], None], future: Future[Staged] | Future[None] | Future[int]) -> None:
         with self._condition:
             if self._watchdog.dead or self._stopping:
                 future.set_exception(Unavailable(self._watchdog.dead or "the server is shutting down"))
@@ -388,24 +413,28 @@ class EngineThread:
         return ticket.row or engine.new_request(ticket.id, ticket.prompt, ticket.arrived_at)
 
     def _next_ticket(self, engine: Engine) -> Ticket | None:
-        prefilling, scheduler = self._prefilling(), self._scheduler
+        prefilling, scheduler = self._prefilling(engine), self._scheduler
         with self._condition:
             ticket = scheduler.next(
                 engine.decoder.prefixes.cached_tokens,
                 time.perf_counter(),
-                lambda ticket: engine.decoder.memory.has_room([*prefilling, len(ticket.tokens)]),
+                lambda ticket: engine.decoder.memory.has_room([*prefilling, self._positions(ticket, engine)]),
             )
             lacks_memory = ticket is None and scheduler.free_rows > 0 and len(scheduler.waiting) > 0
         if lacks_memory:
             self._on_wait()
         return ticket
 
-    def _prefilling(self) -> list[int]:
-        return [len(ticket.tokens) for ticket in self._scheduler.prefilling]
+    @staticmethod
+    def _positions(ticket: Ticket, engine: Engine) -> int:
+        return engine.decoder.memory.reserved_for(len(ticket.tokens), ticket.prompt)
+
+    def _prefilling(self, engine: Engine) -> list[int]:
+        return [self._positions(ticket, engine) for ticket in self._scheduler.prefilling]
 
     def _preempt(self, engine: Engine) -> None:
         """Put the youngest requests back into the queue where memory does not do for all that run and prefill."""
-        gone = {id(row) for row in engine.decoder.preempt(self._prefilling())}
+        gone = {id(row) for row in engine.decoder.preempt(self._prefilling(engine))}
         back = [ticket for ticket in self._scheduler.running if id(ticket.row) in gone]
         # The oldest comes to the front.
         for ticket in sorted(back, key=lambda ticket: ticket.arrived_at, reverse=True):
@@ -492,6 +521,11 @@ class EngineThread:
             flush()
 
     def _wait_for_work(self, engine: Engine) -> None:
+        if self.loan_needed and not self._scheduler.rows and not self._commands:
+            # A request waits for what is lent.
+            with self._condition:
+                self._condition.wait(LOAN_SECONDS)
+            return
         if self._busy() or self._commands or engine.decoder.unfinished:
             return
         with self._condition:

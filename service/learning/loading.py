@@ -96,10 +96,19 @@ def training_shape(target: Path, draft: Path, *, rank: int, steps: int = LEARNT_
     return TrainingShape.of(config, weights=weights, value=_value_bytes(draft), rank=rank, steps=steps if head else 1)
 
 
-def free_for_training(training: TrainingSettings) -> int:
-    """Bytes that a run may take: FREE_SHARE of what is free on the device, `training.memory_gb` at most."""
+def free_for_training(training: TrainingSettings, lent: int | None = None) -> int:
+    """Bytes that a run may take: FREE_SHARE of what is free on the device, `training.memory_gb` at most, and no more than what
+    serving lends it (None: that is not bounded)."""
     free = int(FREE_SHARE * device.free_bytes())
+    if lent is not None:
+        free = min(free, lent)
     return min(free, int(training.memory_gb * 2**30)) if training.memory_gb > 0 else free
+
+
+def left_of(lent: int | None) -> int:
+    """Bytes that a process which has loaded its models can still take of what serving lends it (None: that is not bounded)."""
+    free = device_free_bytes()
+    return free if lent is None else max(min(free, lent - PROCESS - device.memory().active), 0)
 
 
 def plan_run(shape: TrainingShape, free: int, *, batch: int, length: int, shortest: int = SHORTEST) -> TrainingPlan:
@@ -120,9 +129,9 @@ def plan_run(shape: TrainingShape, free: int, *, batch: int, length: int, shorte
 
 @dataclass(frozen=True, slots=True)
 class TrainingOutlook:
-    """What a run would do in a given memory. batch, length: texts of a micro-batch and their tokens. recompute: whether with
+    """What a run would do beside a server that is idle. batch, length: texts of a micro-batch and their tokens. recompute: with
     gradient checkpointing. peak_bytes: what it takes. minutes: of one epoch over `training.window` texts of that length; None
-    where the device's speed is not known. Where fits is False the figures are of the smallest run."""
+    where the device's speed is not known. Where `fits` is False the figures are those of the smallest run."""
 
     fits: bool
     batch: int
@@ -131,24 +140,43 @@ class TrainingOutlook:
     peak_bytes: int
     minutes: float | None
 
+    def __str__(self) -> str:
+        if not self.fits:
+            return f"the smallest run takes {_gib(self.peak_bytes)} GiB"
+        how = ", gradient checkpointing" if self.recompute else ""
+        return f"{self.batch} x {self.length} tokens at a time{how}"
+
 
 def training_outlook(
-    target: Path, draft: Path, training: TrainingSettings, free: int, *, tflops: float | None = None
+    shape: TrainingShape,
+    training: TrainingSettings,
+    idle: int,
+    *,
+    tflops: float | None = None,
+    on_cpu: bool | None = None,
 ) -> TrainingOutlook:
-    """What a run of this pair would do with `free` bytes. tflops: of the device in large matrix products; None: not known.
-    Raises OSError where a folder cannot be read."""
+    """What a run would do beside a server that has `idle` bytes to lend while nothing is asked.
+
+    The run takes at most half of them where texts keep their full length in that, so that short requests are answered beside
+    it; otherwise it may take all. tflops: speed of the device in large matrix products; None: not known. on_cpu: whether it
+    is a CPU, which a run does not share by `training.gpu_share`; None: whether this one is."""
     if training.memory_gb > 0:
-        free = min(free, int(training.memory_gb * 2**30))
-    shape = training_shape(target, draft, rank=training.rank)
+        idle = min(idle, int(training.memory_gb * 2**30))
     size, length = training.batch_size, padded(training.max_length)
-    found = plan_training(shape, free, batch=size, length=length)
+    found = plan_training(shape, idle // 2, batch=size, length=length, shortest=length)
+    found = found or plan_training(shape, idle, batch=size, length=length)
     plan = found or smallest_plan(shape, batch=size, length=length)
     minutes = None
     if tflops is not None:
-        tokens = max(training.window, 1) * plan.length
-        share = training.gpu_share if mx.default_device().type != mx.cpu else 1.0
+        on_cpu = mx.default_device().type == mx.cpu if on_cpu is None else on_cpu
         seconds = training_seconds(
-            shape, tokens, rows=plan.rows, length=plan.length, recompute=plan.recompute, tflops=tflops, share=share
+            shape,
+            max(training.window, 1) * plan.length,
+            rows=plan.rows,
+            length=plan.length,
+            recompute=plan.recompute,
+            tflops=tflops,
+            share=1.0 if on_cpu else training.gpu_share,
         )
         minutes = seconds / 60
     return TrainingOutlook(found is not None, plan.rows, plan.length, plan.recompute, plan.peak_bytes, minutes)

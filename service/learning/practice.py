@@ -22,7 +22,7 @@ from service.core import Generation, Progress, TrainingFailed
 from service.engine.footprint import row_bytes, weight_bytes
 from service.learning.channel import Channel
 from service.learning.draft_steps import UNROLLED
-from service.learning.loading import load_draft, load_target, plan_run, target_width, training_shape
+from service.learning.loading import left_of, load_draft, load_target, plan_run, target_width, training_shape
 from service.learning.make.distil import LOGITS_COPIES, Distillation, batches
 from service.learning.make.target_text import ANSWER, FORCED, TargetText, write_text
 from service.learning.practice_text import Kind, Piece, PracticeText, mixed
@@ -35,7 +35,6 @@ from service.learning.training_job import Learnt, TrainingJob
 from service.models import vocabulary
 from service.models.arrays import named_arrays
 from service.models.heads import cut, full_head
-from service.models.memory import device_free_bytes
 from service.models.pair import Loaded
 from service.models.shipped import OPENINGS
 from service.models.training_memory import TrainingShape, training_bytes, with_logits
@@ -159,7 +158,7 @@ class PracticeJob(TrainingJob):
         from as many texts of earlier runs; and the calls of the training that follows. Each is stored at once. logged: texts of
         the log. width: of the logits that are learnt. earlier: whether there are texts of earlier runs."""
         job = self.job
-        rows = writing_rows(target.model, target_width(job), device_free_bytes(), self.practice.minutes)
+        rows = writing_rows(target.model, target_width(job), left_of(job.memory), self.practice.minutes)
         openings = {
             Kind.LOG: cuts([seed.prompt.first_user for seed in self.seeds], job.run),
             Kind.GENERAL: general_openings(job),
@@ -230,7 +229,7 @@ class PracticeJob(TrainingJob):
         shape = learning_shape(job.target, job.draft, width, job.training.practice_rank)
         # The models are in memory already.
         shape = replace(shape, process=0, weights=0)
-        plan = plan_run(shape, int(FREE_SHARE * device_free_bytes()), batch=BATCH, length=LENGTH, shortest=LENGTH)
+        plan = plan_run(shape, int(FREE_SHARE * left_of(job.memory)), batch=BATCH, length=LENGTH, shortest=LENGTH)
         gradient_of = nn.value_and_grad(model, loss)
         most = min(plan.rows, len(text.tokens))
         rows, weights = 1, model.trainable_parameters()

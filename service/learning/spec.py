@@ -28,9 +28,10 @@ class TrainJob:
 
     url: of the database. fencing: the run's token when the job was started. parent: folder of the adapter to train on top of,
     None for the bare draft (parent_id 0). out: folder of adapter folders. general: file of the general set, None where there is
-    none. cache: folder of computed targets (see TargetCache). k: longest draft length to score at, practice: train on text
+    none. cache: folder of computed targets (see TargetCache). k: longest draft length to score at. practice: train on text
     that the target writes; None: on what the run claimed. window: generations to learn from at least, see TrainingSettings.
-    own_texts_only: learn from what the run was claimed for and from nothing else, to find out whether that crashes.
+    own_texts_only: learn from what the run was claimed for and from nothing else, to find out whether that crashes. memory:
+    bytes that the process may take, which serving lends it; None: what is free.
     """
 
     url: str
@@ -50,6 +51,7 @@ class TrainJob:
     window: int
     practice: Practice | None = None
     own_texts_only: bool = False
+    memory: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,7 @@ def parse(line: str) -> JobSpec:
                 window=int(spec.get("window", training.window)),
                 practice=_practice(spec.get("practice")),
                 own_texts_only=bool(spec.get("own_texts_only", False)),
+                memory=None if spec.get("memory") is None else int(spec["memory"]),
             )
         if spec["kind"] == "score":
             return ScoreJob(

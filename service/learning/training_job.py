@@ -183,7 +183,7 @@ class TrainingJob:
         """How the run computes its steps in the memory that is free. Raises TrainingOutOfMemory."""
         job = self.job
         shape = training_shape(job.target, job.draft, rank=self._rank(job.training.rank))
-        free = free_for_training(job.training)
+        free = free_for_training(job.training, job.memory)
         plan = plan_run(shape, free, batch=job.training.batch_size, length=padded(data.longest))
         log.info("steps of %s; they take %.1f GiB of %.1f", plan, plan.peak_bytes / 2**30, free / 2**30)
         return plan

@@ -102,6 +102,12 @@ class Child:
             self._paused_since = self._timer() if paused else None
             self._handle.pause(paused)
 
+    def fail(self, state: RunState, reason: str) -> None:
+        """End the job before it is done: its last message is a failure with this reason."""
+        if not self._ended:
+            self.inbox.append(Failed(reason, state))
+            self.stop()
+
     def _paused_seconds(self) -> float:
         return self._paused_before + (self._timer() - self._paused_since if self._paused_since is not None else 0.0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from service.core import (
 )
 from service.lifecycle import gate
 from service.lifecycle.child import Child
+from service.lifecycle.loans import Loans
 from service.lifecycle.switching import Events, Switching
 from service.settings import GateSettings, TrainingSettings
 from service.store.processes.members import Members
@@ -52,7 +53,8 @@ class Rules:
 class LifecycleContext:
     """members: this process among those of the database. who: the pair that it serves or trains. machine: the kind of machine
     that this is, on which the engine's costs are measured. judge: decides about candidates, with the arguments of gate.judge.
-    clock: replaces this machine's time and the database's, in UTC, for simulated traffic."""
+    clock: replaces this machine's time and the database's, in UTC, for simulated traffic. loans: memory of serving that
+    children borrow."""
 
     stores: Stores
     members: Members
@@ -64,6 +66,7 @@ class LifecycleContext:
     machine: str
     judge: Callable[..., Verdict] = gate.judge
     clock: Callable[[], datetime] | None = None
+    loans: Loans = field(default_factory=Loans)
 
     def timer(self) -> float:
         """Seconds since some moment, by which children are timed: a clock that is set and a machine that sleeps add none."""

@@ -12,6 +12,7 @@ from service.lifecycle.child import Child
 from service.lifecycle.comparison import MIN_CONVERSATIONS, Comparison, realised
 from service.lifecycle.context import LifecycleContext
 from service.lifecycle.jobs import Demand
+from service.lifecycle.loans import NEEDED, Borrower
 from service.lifecycle.machine import Strain
 from service.lifecycle.messages import Done, Failed, Message, Scores
 from service.lifecycle.policy import IDLE_SECONDS
@@ -106,6 +107,8 @@ class GainMeter:
         texts = self._answers(READ_FOR_EACH * ANSWERS)
         fresh = sample(texts, ANSWERS, seed=ref.id)
         if len(fresh) < MIN_ANSWERS or len({one.conversation for one in fresh}) < MIN_CONVERSATIONS:
+            return None
+        if not self._context.loans.borrow(Borrower.COMPARISON):
             return None
         try:
             child = self._context.launch(
@@ -219,8 +222,16 @@ class GainJob:
     def pause(self, demand: Demand, strain: Strain | None) -> None:
         """End the child when something is asked, or for `strain`."""
         if (strain is not None or self.yields(demand)) and not self._child.ended:
-            self._dropped = True
-            self._child.stop()
+            self._stop()
+
+    def _stop(self) -> None:
+        self._dropped = True
+        self._child.stop()
+
+    def give_back_memory(self) -> None:
+        """See Job. A later look measures again."""
+        self._stop()
+        self.abandon(NEEDED)
 
     def handle(self, message: Message) -> None:
         """Keep the scores; record the gain when the child is done."""

@@ -46,6 +46,10 @@ class Job(Protocol):
         """Pause, or end, while the machine cannot spare what the job takes (`strain` says why), else resume."""
         ...
 
+    def give_back_memory(self) -> None:
+        """End the child, because requests need the memory that it takes."""
+        ...
+
     def handle(self, message: Message) -> None:
         """Act on the child's next message. May be called again with the same one after it raised."""
         ...
@@ -77,6 +81,8 @@ class JobSlot:
         """Take a job whose child has just been started; None: there was nothing to start. The slot must be free."""
         assert self._job is None, "one child at a time"
         self._job = job
+        if job is None:
+            self._context.loans.give_back()
 
     def pause_for_requests(self) -> None:
         """Pause the child while it yields to what serving needs, or resume it. May be called from any thread; waits for no
@@ -88,10 +94,16 @@ class JobSlot:
     def poll(self) -> None:
         """Handle what the child has sent, and free the slot when it has ended. Raises what a handler raised: the message is
         handled again then."""
-        job = self.job
+        job, loans = self.job, self._context.loans
         if job is None:
+            loans.give_back()
             return
         job.child.poll(job.limit_seconds)
+        if loans.needed_back and not job.child.ended:
+            job.give_back_memory()
+        if job.child.ended:
+            # Its memory is free; its messages may have to wait for the database.
+            loans.give_back()
         try:
             self.pause_for_requests()
             job.pause(self._demand(), self._strain())
@@ -102,6 +114,7 @@ class JobSlot:
         except IllegalMove as error:
             log.warning("the child is ended, its run is not ours any more: %s", error)
             job.child.stop()
+            loans.give_back()
             self._job = None
             return
         if job.child.over:
@@ -112,4 +125,5 @@ class JobSlot:
         job, self._job = self._job, None
         if job is not None:
             job.child.stop()
+            self._context.loans.give_back()
         return job

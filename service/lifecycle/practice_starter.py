@@ -8,6 +8,7 @@ from collections.abc import Callable
 from service.core import PracticeState, TrainingRun
 from service.lifecycle import policy, training
 from service.lifecycle.context import LifecycleContext
+from service.lifecycle.loans import SHORT, Borrower
 from service.lifecycle.practice_choice import CONFIGURED, PracticeChoice
 from service.store.registry.practice import practised
 
@@ -80,6 +81,9 @@ class PracticeStarter:
         )
         if isinstance(minutes, str):
             self._waits = minutes
+            return None
+        if not context.loans.borrow(Borrower.PRACTICE):
+            self._waits = SHORT
             return None
         run = training.claim_practice(context, minutes, None, asked=False)
         if run is None:

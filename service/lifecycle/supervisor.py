@@ -40,6 +40,7 @@ from service.lifecycle.context import LifecycleContext
 from service.lifecycle.erasing import Eraser
 from service.lifecycle.gains import GainJob, GainMeter
 from service.lifecycle.jobs import Demand, JobSlot
+from service.lifecycle.loans import SHORT, Borrower
 from service.lifecycle.machine import Strain, machine_strain, somebody_here
 from service.lifecycle.practice_choice import PracticeChoice
 from service.lifecycle.practice_starter import PracticeStarter
@@ -216,7 +217,11 @@ class Supervisor:
         run = context.stores.runs.current(context.who)
         if run is not None:
             # Asked for where nobody trains.
-            if run.owner is None and (taken := context.stores.runs.take(run.id, context.members.token)) is not None:
+            if (
+                run.owner is None
+                and self._borrow(run)
+                and (taken := context.stores.runs.take(run.id, context.members.token)) is not None
+            ):
                 self._jobs.start(training.start(context, taken))
             return
         self._start_comparison()
@@ -254,11 +259,19 @@ class Supervisor:
         if isinstance(decision, Trigger):
             decision = self._timing.hindrance() or decision
         self._timing.waits = None if isinstance(decision, Trigger) else decision
-        run = (
-            training.claim(context, decision, None) if isinstance(decision, Trigger) else self._practice.claim(hindered)
-        )
-        if run is not None:
-            self._jobs.start(training.start(context, run))
+        if not isinstance(decision, Trigger):
+            run = self._practice.claim(hindered)
+        elif context.loans.borrow(Borrower.RUN):
+            run = training.claim(context, decision, None)
+        else:
+            self._timing.waits = SHORT
+            return
+        # Without a run what was borrowed goes back.
+        self._jobs.start(None if run is None else training.start(context, run))
+
+    def _borrow(self, run: TrainingRun) -> bool:
+        practises = run.trigger is Trigger.PRACTICE
+        return self._context.loans.borrow(Borrower.PRACTICE if practises else Borrower.RUN)
 
     def _record_costs(self) -> None:
         """Once, and again before they are too old for others to go by."""
@@ -309,6 +322,8 @@ class Supervisor:
             here = context.trains and context.members.leads()
             if not here and not context.members.has_trainer():
                 raise Conflict("no process trains for this server: start `redraft trainer`")
+            if here and not context.loans.borrow(Borrower.RUN if practice_minutes is None else Borrower.PRACTICE):
+                raise Conflict(f"a run cannot start now: {SHORT}")
             if practice_minutes is None:
                 run = training.claim(context, Trigger.MANUAL, idempotency_key, here=here)
             else:

@@ -26,6 +26,7 @@ from service.lifecycle.child import Child, Pause
 from service.lifecycle.context import LifecycleContext
 from service.lifecycle.gate import Scored
 from service.lifecycle.jobs import Demand
+from service.lifecycle.loans import NEEDED
 from service.lifecycle.machine import Strain
 from service.lifecycle.messages import Candidate, Done, Failed, Message, Scores, Texts
 from service.store.log.run_texts import Role
@@ -48,6 +49,7 @@ MAX_GENERATIONS, WINDOW = "max_generations", "window"
 MAX_PAUSE_SECONDS, MAX_PRACTICE_PAUSE_SECONDS = 1800.0, 600.0
 """A run ends when it was paused for so much longer than it has worked since: a paused child keeps its memory, and other runs
 wait for its end. What practice has written stays on disk."""
+MEMORY_NEEDED = f"{NEEDED}: the run was ended to give it back"
 MEMORY_GIVEN_BACK = "memory is short: the run was ended to give back what it takes"
 ENDED = "ended by an operator"
 TURNED_OFF = "practice was turned off"
@@ -93,6 +95,7 @@ def start(context: LifecycleContext, run: TrainingRun) -> RunJob | None:
     parent = context.adapter_folder(run.parent)
     _, config = context.stores.runs.recipe(run.id)
     more: dict[str, object] = {name: config[name] for name in (WINDOW, OWN_TEXTS) if name in config}
+    more["memory"] = context.loans.lent
     if run.trigger is Trigger.PRACTICE:
         more["practice"] = {"folder": str(context.rules.practice), "minutes": config[MINUTES]}
     # The row first: only one process can move it, so only one child is ever started for it.
@@ -163,6 +166,10 @@ class RunJob:
         limit = MAX_PRACTICE_PAUSE_SECONDS if self._practises else MAX_PAUSE_SECONDS
         if reason is not None and self._paused_seconds > limit:
             self._stop(RunState.ENDED, f"paused for too long, {limit / 60:.0f} minutes more than it worked: {reason}")
+
+    def give_back_memory(self) -> None:
+        """See Job. The run ends as one that was too large: the next one is smaller, and its texts count as untrained."""
+        self._child.fail(RunState.OUT_OF_MEMORY, MEMORY_NEEDED)
 
     def _count_pauses(self) -> None:
         now = self._context.timer()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -11,6 +12,7 @@ from service.lifecycle.child import Child
 from service.lifecycle.context import LifecycleContext
 from service.lifecycle.interim_check import FEWEST, CheckResult, check_schedule, interim_check
 from service.lifecycle.jobs import Demand
+from service.lifecycle.loans import NEEDED, Borrower
 from service.lifecycle.machine import Strain
 from service.lifecycle.messages import Done, Failed, Message, Scores
 from service.store.log.sampler import sample
@@ -20,6 +22,8 @@ log = logging.getLogger(__name__)
 
 ATTEMPTS = 3
 """Comparisons of one adapter that may fail before it is left alone."""
+MEMORY_SECONDS = 15.0
+"""How long a comparison waits before it asks for memory again."""
 PATIENCE = 4
 """Generations for each text that a check wants, after which any but the last check is made with fewer: what is very bad shows
 in a few."""
@@ -48,6 +52,8 @@ class Watch:
         self.on_scores: Callable[[AdapterRef, Scores, int], None] | None = None
         """Called with the scores of every check that left the adapter in place, and the newest generation (seq) when it was
         started."""
+        self._memory_at = -math.inf
+        """When to ask for memory again, where serving could not spare what a comparison takes."""
         self._over: int | None = None
         """The adapter whose watch was found over last; none begins anew."""
 
@@ -76,7 +82,7 @@ class Watch:
     def start(self) -> WatchJob | None:
         """Start the next comparison once enough has been generated since the promotion."""
         ref = self.pending()
-        if ref is None:
+        if ref is None or self._context.timer() < self._memory_at:
             return None
         adapters, due = self._context.stores.adapters, check_schedule(self._context.rules.gate.watch_generations)
         promoted = adapters.serves_since(self._context.who.target, self._context.who.draft)
@@ -104,6 +110,9 @@ class Watch:
             # One text adds one at most: not before there are so many is it worth to read them all again.
             enough = min(len(texts) + wanted - len(fresh), most)
             self._least = {(ref.id, done): min(enough, PATIENCE * wanted) if done < len(due) - 1 else enough}
+            return None
+        if not self._context.loans.borrow(Borrower.COMPARISON):
+            self.wait_for_memory()
             return None
         try:
             child = self._context.launch(
@@ -136,6 +145,10 @@ class Watch:
         """Whether it was promoted longer ago than that."""
         promoted_at = max(at for at, _ in self._context.stores.adapters.evaluations(ref.id, EvaluationKind.GATE))
         return self._context.database_now() - promoted_at > age
+
+    def wait_for_memory(self) -> None:
+        """Requests need the memory that a comparison takes."""
+        self._memory_at = self._context.timer() + MEMORY_SECONDS
 
     def failed(self, ref: AdapterRef, reason: str) -> None:
         """No comparison this time."""
@@ -199,6 +212,13 @@ class WatchJob:
         if self.yields(demand):
             self._paused_seconds += now - self._polled_at
         self._polled_at = now
+
+    def give_back_memory(self) -> None:
+        """See Job. It is no failure: a later tick compares again."""
+        self._child.stop()
+        self._child.inbox.clear()
+        self._watch.wait_for_memory()
+        self.abandon(NEEDED)
 
     def handle(self, message: Message) -> None:
         """Take the scores; when the child is done decide about the adapter; a failure counts against its ATTEMPTS."""

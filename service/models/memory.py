@@ -1,10 +1,27 @@
-"""Total and available memory of this machine and of MLX's device, in bytes (Linux, macOS)."""
+"""Total and available memory of this machine and of MLX's device, in bytes (Linux, macOS), and what is assumed of machines of
+other sizes."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import psutil
+
+OTHERS = 6 * 2**30
+"""Bytes that macOS and other programs are taken to hold on a machine of which only the size is known."""
+_SMALL, _SMALL_SHARE, _LARGE_SHARE = 36 * 2**30, 2 / 3, 3 / 4
+
+
+def working_set(total: int) -> int:
+    """Bytes that Metal recommends to hold at once on a Mac with so much memory (`max_recommended_working_set_size`): two thirds
+    up to 36 GiB, three quarters beyond. `sudo sysctl iogpu.wired_limit_mb=...` sets another limit."""
+    return int(total * (_SMALL_SHARE if total <= _SMALL else _LARGE_SHARE))
+
+
+def assumed_bytes(total: int) -> int:
+    """Bytes that a server is taken to have, weights included, on a machine of this size: within what Metal recommends, and
+    without OTHERS."""
+    return max(min(working_set(total), total - OTHERS), 0)
 
 
 def total_bytes() -> int:

@@ -9,10 +9,10 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from service.engine import activations, device
+from service.engine import device
 from service.engine.activations import TIMES, Activations
 from service.engine.kv.cache import RowCache
-from service.engine.strategy import CPU, CUDA, METAL, Strategy, using
+from service.engine.strategy import CPU, CUDA, METAL, Strategy, current, using
 from service.engine.target import Target
 from tests.support.families import IDENTICAL, RECURRENT, build
 from tests.support.oracle import tiny_llama
@@ -46,9 +46,16 @@ def test_a_token_goes_through_some_experts() -> None:
     assert Activations.of(model).token == int(TIMES * 4 * outputs)
 
 
-def test_a_call_of_a_recurrent_model_is_one_part() -> None:
-    model = build("lfm2", RECURRENT["lfm2"])
-    assert Activations.of(model).layers == 1 and Activations.of(model).token > 0
+def test_a_call_of_a_recurrent_model_is_one_part_beside_pages() -> None:
+    model: Any = build("lfm2", RECURRENT["lfm2"])
+    for way, layers in ((CUDA, 1), (METAL, len(model.layers)), (CPU, len(model.layers))):
+        with using(way):
+            made = Activations.of(model)
+            recurrent = len(model.layers) - len(model.args.full_attn_idxs)
+            assert made.layers == layers and made.token > 0
+            # What those layers read is recorded until the call is committed.
+            assert made.held == 4 * recurrent * model.args.hidden_size
+            assert made.peak_bytes(64) >= 64 * made.held
 
 
 def test_two_parts_are_there_at_a_time() -> None:
@@ -85,7 +92,7 @@ GIVEN = [mx.array(i) for i in range(5)]
 
 
 def test_a_part_waits_for_the_one_before_the_last(events: list[tuple[str, list[int]]]) -> None:
-    made = Activations(token=activations.PART // 256, layers=4)
+    made = Activations(token=current().part // 256, layers=4)
     made.evaluate(GIVEN, 1024)
     assert events == [
         ("launch", [0]),
@@ -105,7 +112,7 @@ def test_a_part_waits_for_the_one_before_the_last(events: list[tuple[str, list[i
 
 
 def test_small_calls_are_not_waited_for_until_they_are_many(events: list[tuple[str, list[int]]]) -> None:
-    made = Activations(token=activations.PART // 256, layers=4)
+    made = Activations(token=current().part // 256, layers=4)
     waited = [made.evaluate(GIVEN[:1], 100, wait=False) for _ in range(5)]
     assert waited == [False, False, True, False, False]
     assert [kind for kind, _ in events] == ["launch", "launch", "wait", "launch", "launch"]
@@ -116,8 +123,8 @@ def test_small_calls_are_not_waited_for_until_they_are_many(events: list[tuple[s
 
 
 @pytest.mark.parametrize("way", [CPU, METAL, CUDA], ids=["CPU", "Metal", "CUDA"])
-def test_parts_give_what_a_call_gives(way: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activations, "PART", 1)
+def test_parts_give_what_a_call_gives(way: Strategy) -> None:
+    way = replace(way, part=1)
     with using(way):
         target, tokens = Target(tiny_llama(0), None), mx.array([[5, 9, 3, 70, 2, 8]])
         found: list[RowCache] = []

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 
 from service.core import Delta, FinishReason, Prompt, Sampling
@@ -12,9 +13,11 @@ from service.engine import decoder, memory, strategy
 from service.engine.decoder import Decoder
 from service.engine.engine import Engine
 from service.engine.footprint import row_bytes
-from service.engine.kv.budget import GROWING, LONGEST, Budget, RowBytes, prefix_bytes, usable
+from service.engine.kv.budget import LONGEST, Budget, RowBytes, prefix_bytes, usable
+from service.engine.kv.buffers import PART
 from service.engine.kv.cache import RowCache
 from service.engine.kv.pool import FIRST_PAGES, Page
+from service.engine.kv.prefix import PrefixCache
 from service.engine.request import Request
 from service.engine.scheduler import Scheduler
 from service.engine.strategy import CPU, CUDA, METAL, PAGE, STEP, Strategy, current, using
@@ -33,6 +36,14 @@ from tests.engine.test_thread import (
 from tests.support.oracle import noisy_copy, tiny_llama
 from tests.support.pages import cached, rows_pages, taken
 
+GROWING = 2
+"""Times the size of a batch that is a single part (`buffers.PART`) while it grows."""
+
+
+def of_keys_and_values(target: nn.Module, draft: nn.Module | None) -> RowBytes:
+    """What rows take, without what a call computes."""
+    return replace(row_bytes(target, draft), scores=0)
+
 
 class BudgetHarness(EngineHarness):
     """With memory for `positions` positions of keys and values; where they are in rectangles twice as much, as these grow.
@@ -48,7 +59,7 @@ class BudgetHarness(EngineHarness):
 
     def build(self) -> Engine:
         engine = super().build()
-        row = row_bytes(tiny_llama(0), noisy_copy(tiny_llama(0), 1, 0.3) if engine.base else None)
+        row = of_keys_and_values(tiny_llama(0), noisy_copy(tiny_llama(0), 1, 0.3) if engine.base else None)
         budget = Budget(self.positions * row.first * (1 if current().paged else GROWING), row)
         engine.decoder.memory.limit(budget)
         if current().paged:
@@ -197,7 +208,7 @@ def test_a_round_under_way_goes_on_where_nobody_can_go_back() -> None:
     """One that runs, and a prompt that does not fit with it: no look at memory costs a wait for the device."""
     with using(METAL):
         decoder = Decoder(tiny_llama(0), None, vocabulary=97, k=0, key=mx.random.key(1))
-        row = row_bytes(tiny_llama(0), None)
+        row = of_keys_and_values(tiny_llama(0), None)
         decoder.memory.limit(Budget(GROWING * STEP * row.first, row))
         (asked,) = long_prompts(1, 64)
         decoder.admit(Request("0", asked, frozenset(), None))
@@ -285,13 +296,32 @@ def test_what_fits(way: Strategy) -> None:
 
 
 def test_what_fits_in_rectangles() -> None:
-    """Every row takes as many positions as the longest. A prompt in prefill has a cache of its own besides its place in the
-    batch."""
+    """Every row takes as many positions as the longest, and growing takes the whole batch again where it is one part. A prompt
+    in prefill has buffers beside all slots of the batch."""
     budget = Budget(size=2 * 10 * 1024 * 7, row=RowBytes(7))
     with using(CPU):
-        assert budget.fits([1024] * 7) and not budget.fits([1024] * 4, [1024] * 6)
+        assert budget.fits([1024] * 7) and not budget.fits([1024] * 9) and budget.fits([1024] * 4, [1024] * 4)
         assert budget.fits([1024] * 2, have=8) and not budget.fits([1024] * 2, have=11)
+        assert budget.fits([1024] * 2, [1024], have=9) and not budget.fits([1024] * 2, [1024], have=10)
         assert budget.fits([1024, *[1] * 7]) and not budget.fits([2048, *[1] * 7])
+
+
+def test_growing_takes_a_part_of_the_layers_and_every_row_its_states() -> None:
+    """Buffers once; besides them old and new ones of a part, of a layer at least; and by row what does not grow."""
+    row = RowBytes(2**16, layer=2**12, fixed=1000, scores=100)
+    with using(CPU):
+        assert row.growth(1, 2**10) == row.of(2**10) < PART, "all of it"
+        assert row.growth(1, 2**14) == PART and row.growth(1, 2**16) == 2**16 * 2**12 > PART
+        budget = Budget(2**40, row)
+        assert budget.bytes_of([2**14]) == 2**30 + PART + 1000 + 100 * 2**14
+        five = 5 * 2**30 + 5 * 2**26
+        assert budget.bytes_of([2**14] * 3, [2**14]) == five + 4 * 1000 + 100 * 2**14, (
+            "a layer of five slots is above PART"
+        )
+        assert budget.bytes_of([]) == 0 and budget.left([2**14]) == 2**40 - budget.bytes_of([2**14])
+        assert Budget(3 * budget.bytes_of([2**14]), row).rows_of(2**14, 16) == 3
+        window = RowBytes(0, windows=((256, 10),))
+        assert Budget(1, window).bytes_of([], [1024]) == 10 * (256 + CPU.prefill_chunk) + 10 * 256, "its chunk, too"
 
 
 def test_what_fits_in_pages() -> None:
@@ -323,12 +353,64 @@ def test_a_request_by_itself_has_room_as_long_as_any_may_become(way: Strategy) -
     """With its next share it may be longer than memory does for."""
     model = tiny_llama(0)
     with using(way):
-        made, row = decoder.Decoder(model, None, vocabulary=97, k=0), row_bytes(model, None)
+        made, row = decoder.Decoder(model, None, vocabulary=97, k=0), of_keys_and_values(model, None)
         made.memory.limit(Budget(100 * row.of(PAGE), row))
         assert made.memory.budget is not None
         longest = made.memory.budget.longest()
         assert longest > STEP and made.memory.has_room([longest]) and made.memory.has_room([longest - STEP // 2])
         assert not made.memory.has_room([longest, longest])
+
+
+def test_a_prompts_buffers_are_made_once() -> None:
+    """At the first chunk, for the prompt and a share of its answer."""
+    with using(CPU):
+        made = decoder.Decoder(tiny_llama(0), None, vocabulary=97, k=0, prefill_chunk=32)
+        (asked,) = long_prompts(1, 300)
+        asked = replace(asked, tokens=(*range(4, 96), *asked.tokens) * 3)
+        row = Request("0", asked, frozenset(), None)
+        prefill, shapes = made.start_prefill(row), set[tuple[int, ...]]()
+        while not made.prefill(prefill):
+            shapes |= {array.shape for array in prefill.target_cache.arrays()}
+        expected = CPU.capacity(len(asked.tokens) + STEP)
+        assert made.memory.reserved(row) == len(asked.tokens) + STEP and len(asked.tokens) > 2 * STEP
+        assert {shape[2] for shape in shapes} == {expected}
+        made.join([prefill])
+        assert {array.shape[2] for array in made.batch.cache.arrays()} == {expected}
+        short = replace(asked, sampling=replace(asked.sampling, max_tokens=3))
+        assert made.memory.reserved(Request("1", short, frozenset(), None)) == len(asked.tokens) + 3
+
+
+def test_a_prefill_that_joined_holds_nothing() -> None:
+    with using(CPU):
+        made = decoder.Decoder(tiny_llama(0), None, vocabulary=97, k=0)
+        prefills = [
+            made.start_prefill(Request(str(i), one, frozenset(), None)) for i, one in enumerate(long_prompts(2, 8))
+        ]
+        for prefill in prefills:
+            while not made.prefill(prefill):
+                pass
+            made.join([prefill])
+        assert [prefill.target_cache.arrays() for prefill in prefills] == [[], []]
+
+
+def test_cached_prefixes_give_way_to_rows_in_rectangles() -> None:
+    """They may take what rows leave, and are evicted when a request needs the room."""
+    with using(CPU):
+        model, row = tiny_llama(0), of_keys_and_values(tiny_llama(0), None)
+        made = decoder.Decoder(model, None, vocabulary=97, k=0, prefix=PrefixCache(2**40))
+        size = 12 * STEP * row.first
+        made.memory.limit(Budget(size, row))
+        prefix = made.batch.prefix
+        assert prefix is not None
+        for i in range(8):
+            tokens = tuple(4 + (i + j) % 90 for j in range(2 * STEP))
+            made.admit(Request(str(i), Prompt(tokens, Sampling(max_tokens=2)), frozenset(), None))
+            while made.unfinished:
+                made.round()
+        held, budget = prefix.nbytes, made.memory.budget
+        assert budget is not None and 4 * STEP * row.first <= held <= size
+        assert made.memory.has_room([5 * STEP])
+        assert prefix.nbytes <= size - budget.bytes_of([], [5 * STEP]) < held
 
 
 def test_a_model_whose_rows_do_not_grow_has_no_longest() -> None:
@@ -344,20 +426,17 @@ def test_a_recurrent_model_takes_no_pages() -> None:
         assert [pool.pages for pool in made.batch.pools] == pages
 
 
-@pytest.mark.parametrize(("way", "usual"), [(CPU, 1000), (CUDA, 8000)], ids=["rectangles", "pages"])
-def test_the_prefix_cache_has_a_share_of_what_is_free(way: Strategy, usual: int) -> None:
-    with using(way):
-        assert prefix_bytes(None, 8000) == usual
-        assert prefix_bytes(3, 8000) == 3 * 2**20 and prefix_bytes(0, 8000) == 0
+def test_the_prefix_cache_has_what_rows_leave() -> None:
+    assert prefix_bytes(None, 8000) == 8000
+    assert prefix_bytes(3, 8000) == 3 * 2**20 and prefix_bytes(0, 8000) == 0
 
 
 def test_what_is_set_aside_of_free_memory() -> None:
     with using(CPU):
-        assert usable(1000, prefix=200, training=100) == 630
-        assert usable(1000, prefix=200, training=5000) == 360, "serving goes first"
-        assert usable(100, prefix=200, training=0) == 0
+        assert usable(1000, training=100) == usable(1000, training=0) == 950, "a run takes what is free when it starts"
     with using(CUDA):
-        assert usable(1000, prefix=200, training=100) == 810, "the prefix cache is among the pages"
+        assert usable(1000, training=100) == 810, "pages take all of their memory at once"
+        assert usable(1000, training=5000) == 450, "serving goes first"
 
 
 def test_the_scheduler_keeps_what_went_back_in_front() -> None:

@@ -124,7 +124,7 @@ def test_memory_stays_where_it_is_beyond_the_window(chunk: int) -> None:
             if len(row.tokens) in range(400, 470):
                 assert made.batch.drafter is not None
                 assert made.memory.kv_bytes == row_bytes(target, made.batch.drafter.draft.model).of(512)
-    assert seen == {(WINDOW, MOST), (0, 384), (0, 512)}
+    assert seen == {(WINDOW, MOST), (0, 512)}, "made at once for the prompt and a share of its answer"
     check(target, [row])
 
 

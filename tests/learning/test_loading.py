@@ -7,7 +7,7 @@ import pytest
 
 from service.core import TrainingOutOfMemory
 from service.learning import loading
-from service.learning.loading import free_for_training, plan_run, training_outlook
+from service.learning.loading import free_for_training, plan_run, training_outlook, training_shape
 from service.models.memory import free_bytes
 from service.models.training_memory import TrainingShape
 from service.settings import TrainingSettings
@@ -22,6 +22,8 @@ def test_a_run_plans_with_a_share_of_what_is_free_and_no_more_than_the_setting(m
     assert free_for_training(TrainingSettings()) == 9 * 2**30
     assert free_for_training(TrainingSettings(memory_gb=2.0)) == 2 * 2**30
     assert free_for_training(TrainingSettings(memory_gb=64.0)) == 9 * 2**30
+    assert free_for_training(TrainingSettings(), lent=2**30) == 2**30
+    assert free_for_training(TrainingSettings(), lent=64 * 2**30) == 9 * 2**30
 
 
 def test_a_gpu_s_own_memory_counts_and_not_the_host_s(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,11 +47,14 @@ def test_what_does_not_fit_is_refused_with_what_would(monkeypatch: pytest.Monkey
 def test_the_outlook_of_a_pair(tmp_path: Path) -> None:
     folder = save_model(tiny_llama(1), tmp_path / "draft")
     settings = TrainingSettings(window=100)
-    whole = training_outlook(folder, folder, settings, 2**40, tflops=4.0)
+    shape = training_shape(folder, folder, rank=settings.rank)
+    whole = training_outlook(shape, settings, 2**40, tflops=4.0)
     assert (whole.fits, whole.batch, whole.length, whole.recompute) == (True, 8, 512, False)
-    slow = training_outlook(folder, folder, settings, 2**40, tflops=1.0)
+    slow = training_outlook(shape, settings, 2**40, tflops=1.0)
     assert whole.minutes is not None and slow.minutes == pytest.approx(4 * whole.minutes)
-    assert training_outlook(folder, folder, settings, 2**40).minutes is None
-    small = training_outlook(folder, folder, settings, whole.peak_bytes - 1)
+    assert training_outlook(shape, settings, 2**40).minutes is None
+    small = training_outlook(shape, settings, whole.peak_bytes - 1)
     assert small.fits and small.peak_bytes < whole.peak_bytes and small.batch < 8
-    assert training_outlook(folder, folder, TrainingSettings(memory_gb=1e-3), 2**40).fits is False
+    half = training_outlook(shape, settings, 2 * whole.peak_bytes - 2)
+    assert half.fits and half.length == 512 and half.peak_bytes < whole.peak_bytes, "requests keep half of what is idle"
+    assert training_outlook(shape, TrainingSettings(memory_gb=1e-3), 2**40).fits is False

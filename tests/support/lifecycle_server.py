@@ -39,6 +39,7 @@ from service.core import (
 )
 from service.lifecycle.context import LifecycleContext, Rules
 from service.lifecycle.launcher import Process, ProcessLauncher
+from service.lifecycle.loans import Borrower, Loans, LoanSize
 from service.lifecycle.machine import Strain
 from service.lifecycle.practice_choice import PracticeChoice
 from service.lifecycle.supervisor import Supervisor
@@ -58,6 +59,11 @@ T = TypeVar("T")
 WHO = Provenance("target", "tokenizer", "draft")
 HERE = HostProcess.here()
 _numbers = itertools.count()
+LOANS = {
+    Borrower.RUN: LoanSize(4000, 1000),
+    Borrower.PRACTICE: LoanSize(3000, 3000),
+    Borrower.COMPARISON: LoanSize(500, 500),
+}
 ENOUGH = 8
 """Generations that start a run, and that end a watch."""
 HELD_OUT_TEXTS = 24
@@ -118,8 +124,8 @@ class Loaded:
 
 
 class FakeEngine:
-    """core.DraftSwitch on its own thread; it checks adapter folders as the real one does. dead: nothing can be staged. costs:
-    the measured seconds of a round."""
+    """core.DraftSwitch and core.MemoryLender on its own thread; it checks adapter folders as the real one does. dead: nothing
+    can be staged or lent. costs: the measured seconds of a round."""
 
     def __init__(self) -> None:
         self.active = BARE_DRAFT
@@ -129,6 +135,10 @@ class FakeEngine:
         self.draft_step = 0.0
         """Seconds of one draft step, included in `costs`."""
         self.served: list[int] = []
+        self.lendable = 2**40
+        """Bytes that requests leave."""
+        self.lent = 0
+        self.loan_needed = False
         self._thread = ThreadPoolExecutor(1)
 
     def stage(self, ref: AdapterRef | None) -> Future[Staged]:
@@ -149,6 +159,18 @@ class FakeEngine:
             self.served.append(staged.adapter)
 
         return self._thread.submit(apply)
+
+    def lend(self, wanted: int, least: int) -> Future[int]:
+        def lend() -> int:
+            if self.dead:
+                raise Unavailable("the engine is dead")
+            self.lent = min(wanted, self.lendable) if self.lendable >= least else 0
+            return self.lent
+
+        return self._thread.submit(lend)
+
+    def take_back(self) -> None:
+        self.lent, self.loan_needed = 0, False
 
     def round_seconds(self, step: float = 1.0) -> tuple[float, ...] | None:
         if self.costs is None:
@@ -266,6 +288,7 @@ class Server:
             who=installation.who,
             machine="a test's machine",
             clock=None if self.behind else lambda: datetime.now(UTC) + installation.clock_offset,
+            loans=Loans(self.engine, LOANS),
         )
         if installation.held_out:
             self.generations.add(held_out_texts()).result(60)

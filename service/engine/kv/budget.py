@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from service.engine.kv.buffers import slots
+from service.engine.kv.buffers import PART, slots
 from service.engine.strategy import PAGE, STEP, current
 
 HEADROOM = STEP
 """Positions that must be free behind the longest row for a request to be admitted: a first share of its answer."""
-USABLE = 0.9
-"""Of the memory that is free once models are loaded keys and values may take this share; the rest is for what is not counted:
-logits, masks, pages that are gathered."""
-PREFIX_SHARE = 1 / 8
-"""Of free memory the prefix cache may take this share, where nothing else is asked for."""
-GROWING = 2
-"""Times the size of a batch that its keys and values take in rectangles: while they grow, the old ones are there too."""
+USABLE, USABLE_PAGED = 0.95, 0.9
+"""Share of the memory that is free once models are loaded that rows and cached prefixes may take, in rectangles and in pages.
+The rest is for what is not counted: masks, small arrays, in pages also logits and pages that are gathered."""
 LONGEST = 2**30
 """Positions of a row that has no end: of a model whose layers are all recurrent."""
 
 
 def prefix_bytes(asked_mb: int | None, free: int) -> int:
-    """Bytes for the prefix cache, where so many are free once the weights are loaded. asked_mb: `engine.prefix_cache_mb`. In
-    pages it may have all that rows do not take: it gives way to them."""
-    if asked_mb is not None:
-        return asked_mb * 2**20
-    return free if current().paged else int(PREFIX_SHARE * free)
+    """Bytes that the prefix cache may take of `free`. asked_mb: `engine.prefix_cache_mb`; None: all that rows leave, to which
+    it gives way."""
+    return free if asked_mb is None else asked_mb * 2**20
 
 
-def usable(free: int, *, prefix: int, training: int) -> int:
-    """Bytes for keys and values where so many are free once the weights are loaded. prefix: the prefix cache's; where rows are
-    in pages it is among them, and gives way. training: a run's, of which no more is set aside than half of the rest: serving
-    goes first, and a run that finds too little fails by itself."""
-    rest = free if current().paged else max(free - prefix, 0)
-    return int(USABLE * (rest - min(training, rest // 2)))
+def usable(free: int, *, training: int) -> int:
+    """Bytes for rows and cached prefixes where so many are free once the weights are loaded. training: bytes of a run.
+    Pages take all of their memory at the start: there a run's is set aside, up to half of what is free. In rectangles a run
+    takes what is free when it starts."""
+    if not current().paged:
+        return int(USABLE * free)
+    return int(USABLE_PAGED * (free - min(training, free // 2)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +56,30 @@ class PoolRow:
 
 @dataclass(frozen=True, slots=True)
 class RowBytes:
-    """Bytes of a row's keys and values. position: of each position, in layers that hold all. windows: (positions held at most,
-    bytes of each) of layers with a sliding window. pools: where they are in pages, what a row takes of target's and draft's."""
+    """What a row takes. position: bytes of keys and values of each position, in layers that hold all. windows: (positions held
+    at most, bytes of each) of layers with a sliding window. pools: where rows are in pages, what a row takes of target's and
+    draft's. layer: bytes of a position in the widest layer; None: there is one layer. fixed: bytes of every row that decodes or
+    prefills, whatever its length: recurrent states and what a round computes of logits. scores: bytes that attention over the
+    longest row computes for each of its positions, of all queries of a call; 0 where a kernel does without them."""
 
     position: int
     windows: tuple[tuple[int, int], ...] = ()
     pools: tuple[PoolRow, ...] = ()
+    layer: int | None = None
+    fixed: int = 0
+    scores: int = 0
 
-    def of(self, positions: int) -> int:
-        """Bytes of a row with room for so many positions."""
-        return positions * self.position + sum(min(positions, most) * size for most, size in self.windows)
+    def of(self, positions: int, chunk: int = 0) -> int:
+        """Bytes of the keys and values of a row with room for so many positions. chunk: tokens of the prefill's call, which
+        layers with a window hold besides it."""
+        return positions * self.position + sum(min(positions, most + chunk) * size for most, size in self.windows)
+
+    def growth(self, rows: int, positions: int) -> int:
+        """Bytes that exist besides the buffers of a batch while it grows, joins others or shrinks: old and new buffers of a
+        part of the layers (`PART`), of one layer at least."""
+        whole = rows * self.of(positions)
+        layer = whole if self.layer is None else rows * positions * self.layer
+        return min(whole, max(PART, layer))
 
     @property
     def first(self) -> int:
@@ -79,8 +89,8 @@ class RowBytes:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """size: bytes for keys and values, of target and draft. row: what one row takes of them (`footprint`). chunk: tokens of a
-    prefill's call; None: as many as suit the device.
+    """size: bytes for rows of target and draft, and for cached prefixes, which give way to rows. row: what one row takes
+    (`footprint`). chunk: tokens of a prefill's call; None: as many as suit the device.
 
     Rows in pages take what they use; in rectangles as many positions each as the longest (`buffers`)."""
 
@@ -89,11 +99,9 @@ class Budget:
     chunk: int | None = None
 
     @classmethod
-    def of(
-        cls, asked_mb: int, free: int, *, prefix: int, training: int, row: RowBytes, chunk: int | None = None
-    ) -> Budget:
+    def of(cls, asked_mb: int, free: int, *, training: int, row: RowBytes, chunk: int | None = None) -> Budget:
         """As `engine.kv_budget_mb` asks for (0: what is `usable` of the free bytes)."""
-        return cls(asked_mb * 2**20 or usable(free, prefix=prefix, training=training), row, chunk)
+        return cls(asked_mb * 2**20 or usable(free, training=training), row, chunk)
 
     @property
     def pages(self) -> tuple[int, ...]:
@@ -102,12 +110,20 @@ class Budget:
         return _pages(self._pools, self.size, self._chunk)
 
     def longest(self, rows: int = 1) -> int:
-        """Positions of each of so many rows that fit together, in steps of an eighth or STEP; LONGEST at most."""
+        """Positions of each of so many rows that fit together, in steps of STEP; LONGEST at most."""
         return _longest(lambda positions: self._share([positions] * rows) <= 1)
+
+    def rows_of(self, positions: int, most: int) -> int:
+        """Rows of so many positions each that fit together, `most` at most."""
+        return next((rows for rows in range(most, 0, -1) if self._share([positions] * rows) <= 1), 0)
 
     def used(self, lengths: Sequence[int]) -> float:
         """Share of the budget that rows of such lengths take, with what growing needs."""
         return self._share(lengths)
+
+    def left(self, lengths: Sequence[int], prefilling: Sequence[int] = (), *, have: int = 0) -> int:
+        """Bytes for cached prefixes beside rows in rectangles of such lengths. Arguments as for `fits`."""
+        return max(self.size - self.bytes_of(lengths, prefilling, have), 0)
 
     def fits(self, lengths: Sequence[int], prefilling: Sequence[int] = (), *, have: int = 0) -> bool:
         """Whether rows of such lengths fit while others prefill, which join them afterwards. A row by itself always does: none
@@ -122,12 +138,20 @@ class Budget:
         if strategy.paged:
             took = (pool.pages(lengths, prefilling, self._chunk) for pool in self._pools)
             return max((n / max(most, 1) for n, most in zip(took, self.pages, strict=True)), default=0.0)
-        rows, size = [*lengths, *prefilling], strategy.batch_size
-        many = max(slots(size(len(rows))), have)
-        took = GROWING * many * self.row.of(strategy.capacity(max(rows, default=0)))
-        # They may be prefilled in one call, as many rows as there are in a batch.
-        took += size(len(prefilling)) * self.row.of(strategy.capacity(max(prefilling, default=0)))
-        return took / max(self.size, 1)
+        return self.bytes_of(lengths, prefilling, have) / max(self.size, 1)
+
+    def bytes_of(self, lengths: Sequence[int], prefilling: Sequence[int] = (), have: int = 0) -> int:
+        """Bytes that rows in rectangles of such lengths take at their peak, and others that prefill and join them afterwards.
+        Arguments as for `fits`."""
+        strategy, rows = current(), [*lengths, *prefilling]
+        if not rows and not have:
+            return 0
+        size, positions = strategy.batch_size, strategy.capacity(max(rows, default=0))
+        # Until they join, prompts in prefill have buffers beside those of the batch, spare slots among them.
+        many = max(slots(size(len(rows))), have + size(len(prefilling)))
+        chunk = self._chunk if prefilling else 0
+        took = many * self.row.of(positions, chunk) + self.row.growth(many, positions)
+        return took + size(len(rows)) * self.row.fixed + positions * self.row.scores
 
     @property
     def _pools(self) -> tuple[PoolRow, ...]:
@@ -153,12 +177,9 @@ def _pages(pools: tuple[PoolRow, ...], size: int, chunk: int) -> tuple[int, ...]
 
 
 def _longest(fits: Callable[[int], bool]) -> int:
-    """The most positions that fit, in steps of an eighth or STEP; LONGEST at most."""
-    most, step = 0, STEP
-    while most < LONGEST and fits(most + step):
-        most += step
-        step = max(STEP, most // STEP // 8 * STEP)
-    return most
+    """The most positions that fit, in steps of STEP; LONGEST at most."""
+    steps = range(1, LONGEST // STEP + 1)
+    return bisect_left(steps, True, key=lambda n: not fits(n * STEP)) * STEP
 
 
 def pages_of(lengths: Iterable[int]) -> int:

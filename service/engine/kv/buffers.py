@@ -14,6 +14,9 @@ import mlx.core as mx
 
 SPARE = 4
 """One spare slot is allocated for every so many rows."""
+PART = 2**27
+"""Bytes of new buffers that are computed at a time where a batch grows, joins others or shrinks, unless one layer takes more:
+old and new buffers of so many layers exist side by side."""
 
 
 def grow(buffer: mx.array | None, like: mx.array, capacity: int) -> mx.array:
@@ -137,7 +140,7 @@ def keep_rows(
             for i, slot in enumerate(moved):
                 each[slot : slot + 1] = copy[i : i + 1]
         elif each is not None and (tight or not _stays_in_place(each, rows, top)):
-            each = mx.contiguous(each[order][:, :, :top])
+            each = mx.contiguous(each[:, :, :top][order])
         remaining.append(each if rows and top else None)
     return remaining
 

@@ -164,18 +164,30 @@ class RowCache:
         self.lengths.committed = list(lengths)
 
     def join(self, others: Sequence[RowCache], counts: Sequence[int], slots: Sequence[int], size: int) -> None:
-        """Take the first counts[i] rows of each of these caches of the same model into these slots of `size` rows, which the
-        cache then has. Those that were not there and that nothing goes to are empty. With recurrent states, rows can only be
-        appended."""
+        """Move the first counts[i] rows of each of these caches of the same model into these slots of `size` rows, which the
+        cache then has. Slots that were not there and get no row are empty. With recurrent states, rows can only be appended.
+        The other caches are empty afterwards."""
         have = len(self.lengths.host)
         self.storage.join([cache.storage for cache in others], counts, slots, size)
         for i, state in enumerate(self.states):
             state.join([cache.states[i] for cache in others], [have, *counts])
+            for cache in others:
+                cache.states[i].clear()
         lengths = [*self.lengths.host, *[0] * (size - have)]
         joined = [n for cache, count in zip(others, counts, strict=True) for n in cache.lengths.host[:count]]
         for slot, length in zip(slots, joined, strict=True):
             lengths[slot] = length
         self._set_rows(lengths)
+
+    def reserve(self, positions: int) -> None:
+        """Make buffers in rectangles for so many positions of each row at once, as soon as something is written. In pages:
+        nothing."""
+        self.lengths.reserved = positions
+
+    def make_room(self, positions: int) -> None:
+        """Give every row capacity for so many positions (`Rectangles.make_room`). In pages: nothing."""
+        if self.pages is None:
+            self.storage.make_room(positions)
 
     def append(self, other: RowCache) -> None:
         """Take the rows of another cache of the same model behind these."""
@@ -239,8 +251,27 @@ class RowCache:
         return self.storage.slots
 
     def arrays(self) -> list[mx.array]:
-        """What has to be evaluated for the rows' contents to be there."""
-        return [*self.storage.arrays(), *(a for state in self.states for a in state.cache if a is not None)]
+        """What has to be evaluated for the rows' contents to be there; in rectangles in the order of the model's layers."""
+        if self.pages is not None:
+            return [*self.storage.arrays(), *self._state_arrays(self.states)]
+        found = [array for layer in self.layers for array in self._layer_arrays(layer)]
+        return found if self.features is None else [*found, *self._layer_arrays(self.features)]
+
+    def _layer_arrays(self, layer: object) -> list[mx.array]:
+        if isinstance(layer, tuple):
+            return [array for part in cast("tuple[object, ...]", layer) for array in self._layer_arrays(part)]
+        if isinstance(layer, StateLayer):
+            return self._state_arrays([layer])
+        return [array for array in cast("RectangleLayer", layer).both if array is not None]
+
+    @staticmethod
+    def _state_arrays(states: Sequence[StateLayer]) -> list[mx.array]:
+        return [array for state in states for array in state.cache if array is not None]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent states of all rows."""
+        return sum(array.nbytes for array in self._state_arrays(self.states))
 
 
 _KINDS = "kinds_of_layers"

@@ -14,6 +14,8 @@ class Lengths:
     def __init__(self, values: Sequence[int]) -> None:
         self.committed = list(values)
         """Of each row on the host: what is final of it."""
+        self.reserved = 0
+        """Positions for which buffers in rectangles are made at once."""
         self.set(values)
 
     def commit(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
@@ -59,6 +59,8 @@ class PrefixCache:
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
+        self.room: Callable[[], int] | None = None
+        """Bytes that rows in rectangles leave at the moment; None: at least `budget`."""
         self.nbytes = 0
         self._roots: dict[tuple[Owner, str], Node] = {}
         """Of all trees that were asked for."""
@@ -309,12 +311,22 @@ class PrefixCache:
     def _evict(self, wanted: int, last: Node) -> int:
         """Evict the least recently used blocks until `wanted` bytes are free, or only the path that ends in `last` is left.
         Returns the free bytes."""
-        while self.budget - self.nbytes < wanted and any(self._order.values()):
-            oldest = min((next(iter(order)) for order in self._order.values() if order), key=lambda node: node.used)
+        limit = self.budget if self.room is None else min(self.budget, self.room())
+        while limit - self.nbytes < wanted and (oldest := self._oldest()) is not None:
             if oldest is last or oldest.parent is None:
                 break
             self._drop(oldest)
-        return self.budget - self.nbytes
+        return max(limit - self.nbytes, 0)
+
+    def shrink(self, limit: int) -> None:
+        """Evict the least recently used blocks until no more than `limit` bytes are held."""
+        while self.nbytes > limit and (oldest := self._oldest()) is not None:
+            self._drop(oldest)
+
+    def _oldest(self) -> Node | None:
+        """The least recently used leaf."""
+        ends = [next(iter(order)) for order in self._order.values() if order]
+        return min(ends, key=lambda node: node.used, default=None)
 
     def _drop(self, leaf: Node) -> None:
         assert leaf.parent is not None

@@ -53,7 +53,8 @@ class RectangleLayer(RowLayer):
 
     def _append(self, array: mx.array | None, new: mx.array) -> mx.array:
         count = new.shape[2]
-        array = grow(array, new, self.capacity(self.lengths.longest + self.ahead + count))
+        needed = self.lengths.longest + self.ahead + count
+        array = grow(array, new, self.capacity(max(needed, self.lengths.reserved)))
         if self.lengths.equal:
             start = self.lengths.host[0] + self.ahead
             slot = start % self.most if self.most else start

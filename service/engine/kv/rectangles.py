@@ -12,7 +12,8 @@ from typing import TypeAlias
 
 import mlx.core as mx
 
-from service.engine.kv.buffers import copy_moved, join_rows, keep_rows
+from service.engine import device
+from service.engine.kv.buffers import PART, copy_moved, grow, join_rows, keep_rows
 from service.engine.kv.lengths import Lengths
 from service.engine.kv.rectangle_layer import RectangleLayer
 from service.engine.kv.window_layer import WindowLayer
@@ -37,6 +38,25 @@ class Block:
         return sum(array.nbytes for array in self.arrays.values())
 
 
+class Parts:
+    """Computes new buffers PART bytes at a time, so that the arrays they replace are freed before the next ones are made. The
+    last part is left to the call that uses it: small batches wait for nothing."""
+
+    def __init__(self) -> None:
+        self._arrays: list[mx.array] = []
+        self._nbytes = 0
+
+    def add(self, arrays: Sequence[mx.array | None]) -> None:
+        """Take the new buffers of a layer, and compute those added before where both together exceed a part."""
+        new = [array for array in arrays if array is not None]
+        size = sum(array.nbytes for array in new)
+        if self._arrays and self._nbytes + size > PART:
+            device.wait(self._arrays)
+            self._arrays, self._nbytes = [], 0
+        self._arrays += new
+        self._nbytes += size
+
+
 class Rectangles:
     """The keys and values of one cache's rows."""
 
@@ -50,13 +70,36 @@ class Rectangles:
         return self.layers[-1]
 
     def join(self, others: Sequence[Rectangles], counts: Sequence[int], slots: Sequence[int], size: int) -> None:
-        """Take the first counts[i] rows of each of these into these slots of `size` rows."""
+        """Move the first counts[i] rows of each of these into these slots of `size` rows. The others lose their arrays, one
+        layer after the other, so that rows exist twice in a part of the layers alone."""
         each, rows = [self, *others], [len(self.lengths.host), *counts]
         for one in each:
             one.settle()
+        # A single prefill that joins an empty batch is taken over without a copy.
+        copied = rows[0] > 0 or len(others) > 1
+        parts = Parts()
         for i, mine in enumerate(self.layers):
+            shapes = _shapes(mine)
             mine.keys = join_rows([one.layers[i].keys for one in each], rows, slots, size)
             mine.values = join_rows([one.layers[i].values for one in each], rows, slots, size)
+            for one in others:
+                one.layers[i].keys = one.layers[i].values = None
+            if copied and _shapes(mine) != shapes:
+                parts.add(mine.both)
+
+    def make_room(self, positions: int) -> None:
+        """Give every row capacity for so many positions. Old and new buffers exist side by side for one part of the layers
+        (`PART`) at a time. Where all layers are one part, nothing is done: each grows in the call that writes to it."""
+        if self.nbytes <= PART:
+            return
+        parts = Parts()
+        for layer in self.layers:
+            layer.settle()
+            width, shapes = layer.capacity(positions), _shapes(layer)
+            layer.keys = None if layer.keys is None else grow(layer.keys, layer.keys, width)
+            layer.values = None if layer.values is None else grow(layer.values, layer.values, width)
+            if _shapes(layer) != shapes:
+                parts.add(layer.both)
 
     def settle(self) -> None:
         """See RectangleLayer. Before the rows are others."""
@@ -70,6 +113,7 @@ class Rectangles:
     def copy_moved(self, rows: Sequence[int], *, tight: bool) -> list[mx.array | None]:
         """What `compact` needs computed."""
         self.settle()
+        tight = tight or self._moves_much(rows)
         return [
             copy
             for layer in self.layers
@@ -78,9 +122,19 @@ class Rectangles:
 
     def compact(self, rows: Sequence[int], copies: Sequence[mx.array | None], *, tight: bool) -> None:
         """Keep these rows, in this order. copies: of `copy_moved`, computed. tight: without spare slots and positions."""
+        tight, parts = tight or self._moves_much(rows), Parts()
         for i, layer in enumerate(self.layers):
-            both, moved = [layer.keys, layer.values], copies[2 * i : 2 * i + 2]
-            layer.keys, layer.values = keep_rows(both, moved, rows, self._top(layer, rows), tight=tight)
+            shapes, moved = _shapes(layer), copies[2 * i : 2 * i + 2]
+            layer.keys, layer.values = keep_rows(
+                [layer.keys, layer.values], moved, rows, self._top(layer, rows), tight=tight
+            )
+            if _shapes(layer) != shapes:
+                parts.add(layer.both)
+
+    def _moves_much(self, rows: Sequence[int]) -> bool:
+        """Whether copies of the rows that change slots exceed a part: smaller buffers are then made instead, layer by layer."""
+        moved = sum(row != slot for slot, row in enumerate(rows))
+        return moved * self.nbytes > PART * max(self.slots, 1)
 
     def clear(self, row: int) -> None:
         """Nothing: what a row held is overwritten."""
@@ -112,6 +166,15 @@ class Rectangles:
 
     def blocks(self, row: int, start: int, count: int) -> list[Block]:
         """Copies, not computed, of so many blocks of a row from the one numbered `start` on, for the prefix cache."""
+        at_once = max(PART // max(self.block_bytes, 1), 1)
+        if count > at_once:
+            # Computed in parts: the array from which blocks are cut exists beside them.
+            blocks = self._blocks(row, start, at_once)
+            device.wait([list(block.arrays.values()) for block in blocks])
+            return blocks + self.blocks(row, start + at_once, count - at_once)
+        return self._blocks(row, start, count)
+
+    def _blocks(self, row: int, start: int, count: int) -> list[Block]:
         begin, end = start * PAGE, (start + count) * PAGE
         blocks = [Block({}, reach=self._reach) for _ in range(count)]
         for members in self._groups():
@@ -140,7 +203,7 @@ class Rectangles:
         path the last `reach` blocks must be whole."""
         like = next(path[-1] for path in paths if path)
         for members, array in like.arrays.items():
-            width = self.layers[members[0] // 2].capacity(positions)
+            width = self.layers[members[0] // 2].capacity(max(positions, self.lengths.reserved))
             for place, index in enumerate(members):
                 rows = [_row([block.arrays.get(members) for block in path], place, array, width) for path in paths]
                 whole = rows[0] if len(rows) == 1 else mx.concatenate(rows)
@@ -168,6 +231,10 @@ class Rectangles:
 
     def _top(self, layer: RectangleLayer, rows: Sequence[int]) -> int:
         return layer.capacity(max((self.lengths.host[row] for row in rows), default=0))
+
+
+def _shapes(layer: RectangleLayer) -> list[tuple[int, ...] | None]:
+    return [None if array is None else array.shape for array in layer.both]
 
 
 def groups_of(arrays: Sequence[mx.array | None], windows: Sequence[int | None]) -> list[Members]:

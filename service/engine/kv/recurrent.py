@@ -95,6 +95,11 @@ class StateLayer(ArraysCache):
         self.cache = [stack_rows(slot, counts) for slot in slots]
         self.commit()
 
+    def clear(self) -> None:
+        """Drop the state: its rows have joined another batch."""
+        self.cache = [None] * len(self.cache)
+        self.commit()
+
     def keep(self, rows: Sequence[int], batch: int) -> None:
         """Keep these of `batch` rows, in this order, and commit."""
         self.cache = select_rows(self.cache, rows, batch)

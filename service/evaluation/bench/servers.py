@@ -78,16 +78,16 @@ class ServerPlan:
         ModelError or PairError."""
         free = device_free_bytes()
         models = unread_pair(self.target, draft)
-        left = free // self.servers - weight_bytes(*models) - device.cache_limit()
         engine = self.settings.engine
         plan = plan_memory(
             *models,
-            left,
+            free // self.servers - weight_bytes(*models),
+            cache=device.cache_limit(),
             kv_mb=0,
             prefix_mb=engine.prefix_cache_mb,
             chunk=engine.prefill_chunk,
-            training=0,
-            rank=self.settings.training.rank,
+            proposed=max(engine.num_draft_tokens, engine.num_lookup_tokens),
+            rank=None,
         )
         share = plan.budget.size >> 20
         # To compare embeddings MLX has read them: its cache is given back for the servers.
