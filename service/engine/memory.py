@@ -91,9 +91,10 @@ class RowMemory:
         device.release_cache()
         return lent
 
-    def take_back(self) -> None:
-        """The loan is over. From any thread."""
-        self._loan = None
+    def take_back(self) -> bool:
+        """The loan is over. Returns whether there was one. From any thread."""
+        loan, self._loan = self._loan, None
+        return loan is not None
 
     @property
     def loan_needed(self) -> bool:

@@ -288,10 +288,10 @@ class EngineThread:
 
     def take_back(self) -> None:
         """See core.MemoryLender."""
-        if self._engine is not None:
-            self._engine.decoder.memory.take_back()
-        with self._condition:
-            self._condition.notify()
+        # Woken for nothing it would never be idle, and write no files of the prefix cache.
+        if self._engine is not None and self._engine.decoder.memory.take_back():
+            with self._condition:
+                self._condition.notify()
 
     @property
     def loan_needed(self) -> bool:
