@@ -165,6 +165,9 @@ class TrainingSettings(Section):
     cooldown_seconds: float = Field(default=300.0, ge=0)
     """No run starts by itself for so long after the last one: twice as long after each run that was refused since the last
     promotion, and after each further failure in a row, at most 32 times."""
+    idle_seconds: float = Field(default=60.0, ge=0)
+    """A run starts by itself when nothing was asked here for so long, or when its expected gain is worth more serving time
+    within a day than it costs. 0: at any moment."""
     minutes_per_day: float = Field(default=120.0, ge=0, le=1440)
     """So many minutes of runs on logged texts in 24 hours, scoring, pauses and runs that are asked for included; none starts by
     itself that would exceed it. 0: none starts by itself."""

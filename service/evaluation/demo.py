@@ -310,6 +310,8 @@ def _server_settings(settings: Settings, scale: Scale) -> dict[str, Mapping[str,
         "replay": scale.replay,
         "tick_seconds": 0.5,
         "cooldown_seconds": 5.0,
+        # Its clients never pause, and a demo that waits for the right moment shows nothing.
+        "idle_seconds": 0.0,
         # A demo was asked for, on battery too.
         "pause_on_battery": False,
         "pause_when_hot": False,

@@ -325,6 +325,7 @@ class LocalLoop:
 def _isolated(settings: Settings, folder: Path) -> Settings:
     """These settings on a database and adapter folders of their own, for a loop in which nobody is served during a run."""
     training = {"cooldown_seconds": 0.0, "niceness": 0, "gpu_share": 1.0, "enabled": True, "run_here": True}
+    training |= {"minutes_per_day": 1440.0}
     # Nobody asks anything here: it would practise for as long as a day allows.
     training |= {"practice": False}
     return settings.model_copy(

@@ -22,7 +22,7 @@ MAX_DOUBLINGS = 5
 SMALLER_AFTER = frozenset({RunState.OUT_OF_MEMORY, RunState.TIMED_OUT})
 """Endings after which the next run is smaller."""
 IDLE_SECONDS = 60.0
-"""A server counts as idle when nothing was asked for so long: practice starts, and so does any run that is due."""
+"""Practice starts when nothing was asked for so long."""
 POWER = 0.8
 """Probability with which a gate should promote the smallest gain that `gate.min_prompts` texts prove at the first level."""
 UNKNOWN_RUN_SECONDS = 600.0
@@ -126,21 +126,23 @@ def expected_gain(gates: Sequence[Verdict]) -> float:
     return (USUAL_GAIN + sum(one.gain for one in recent if one.promoted)) / (1 + len(recent))
 
 
-def wrong_moment(idle_seconds: float, busy_share: float, times: RunTimes, gates: Sequence[Verdict]) -> str | None:
+def wrong_moment(
+    idle_seconds: float, busy_share: float, times: RunTimes, gates: Sequence[Verdict], *, wanted: float
+) -> str | None:
     """Why a run should not start at this moment; None: it may.
 
-    While nobody has asked for IDLE_SECONDS a run costs no request anything. Otherwise it starts where the gain that is expected
-    of it is worth more serving time within a day than it slows down. busy_share: of the last day, the share in which requests
-    were answered.
+    While nobody has asked for `wanted` seconds a run costs no request anything. Otherwise it starts where the gain that is
+    expected of it is worth more serving time within a day than it slows down. busy_share: of the last day, the share in which
+    requests were answered.
     """
-    if idle_seconds >= IDLE_SECONDS:
+    if idle_seconds >= wanted:
         return None
     gain, cost = expected_gain(gates) * busy_share * DAY_SECONDS, SLOWDOWN * _run_seconds(times)
     if gain >= cost:
         return None
     return (
         f"requests are answered: a run would cost {cost / 60:.1f} minutes of serving and is expected to bring "
-        f"{gain / 60:.1f} within a day; it waits for a minute without requests"
+        f"{gain / 60:.1f} within a day; it waits for {wanted:g} s without requests"
     )
 
 

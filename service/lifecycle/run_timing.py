@@ -41,7 +41,7 @@ class RunTiming:
         times = self._times()
         return (
             policy.used_up(times, rules.training.minutes_per_day)
-            or policy.wrong_moment(self._idle_seconds(), self._busy.share, times, gates)
+            or self._wrong_moment(times, gates)
             or policy.unjudgeable(self._count_held_out(), rules.gate, policy.levels(gates)[0])
         )
 
@@ -63,6 +63,10 @@ class RunTiming:
             expected_gain=policy.expected_gain(gates),
             against_base=self._against_base(),
         )
+
+    def _wrong_moment(self, times: RunTimes, gates: Sequence[Verdict]) -> str | None:
+        wanted = self._context.rules.training.idle_seconds
+        return policy.wrong_moment(self._idle_seconds(), self._busy.share, times, gates, wanted=wanted)
 
     def _runs(self) -> Sequence[TrainingRun]:
         return self._context.stores.runs.newest(self._context.who, RUNS)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from service.core import Generation
-from service.learning.scoring.budget import FEWEST_TOKENS, token_budget, token_count, within_budget
+from service.learning.scoring.budget import FEWEST_TOKENS, LONGEST_SHARE, token_budget, token_count, within_budget
 from service.settings import GateSettings
 from tests.support.lifecycle_server import generation
 
@@ -39,6 +39,8 @@ def test_long_and_short_texts_are_drawn_with_the_same_probability() -> None:
     for seed in range(400):
         for one in within_budget(every, 60_000, seed):
             counts[one.id] += 1
+    fits = [counts[one.id] > 0 for one in every if token_count(one) <= LONGEST_SHARE * 60_000]
+    assert all(fits) and len(fits) == sum(count > 0 for count in counts.values())
     by_length = np.array([counts[one.id] for one in sorted(every, key=token_count)])
     thirds = [part.mean() for part in np.array_split(by_length, 3)]
     assert thirds == pytest.approx([by_length.mean()] * 3, rel=0.12)

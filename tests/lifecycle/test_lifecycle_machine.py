@@ -404,7 +404,7 @@ class Machine(RuleBasedStateMachine):
         self.happened["quarantined"] += len(aside & stands.keys())
 
 
-@pytest.mark.parametrize(("examples", "steps"), [(14, 30), pytest.param(300, 50, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("examples", "steps"), [(8, 30), pytest.param(300, 50, marks=pytest.mark.nightly)])
 @pytest.mark.promise(8)
 def test_any_order_of_events_keeps_the_lifecycle_legal(databases: Databases, examples: int, steps: int) -> None:
     class Here(Machine):

@@ -232,7 +232,7 @@ def test_the_expected_gain_is_that_of_the_last_verdicts(pattern: str, expected: 
 def test_a_run_starts_when_idle_or_when_it_pays_within_a_day(
     idle: float, share: float, pattern: str, starts: bool
 ) -> None:
-    found = policy.wrong_moment(idle, share, RunTimes(0.0, 600.0), gates(pattern))
+    found = policy.wrong_moment(idle, share, RunTimes(0.0, 600.0), gates(pattern), wanted=60.0)
     assert (found is None) is starts
     if found is not None:
         assert "2.5 minutes" in found

@@ -171,7 +171,7 @@ def test_a_run_that_is_due_waits_for_a_minute_without_requests(installation: Ins
         for _ in range(3):
             server.supervisor.tick()
         waits = server.supervisor.learning().waits
-        assert not server.runs.latest(1) and waits is not None and "waits for a minute without requests" in waits
+        assert not server.runs.latest(1) and waits is not None and "waits for 60 s without requests" in waits
         server.idle_seconds = 60.0
         server.tick_until(server.ended(RunState.PROMOTED))
 

@@ -496,6 +496,29 @@ def test_an_undecided_watch_holds_runs_back_for_a_quarter_of_its_answers_or_a_da
         assert pending.pending() is not None and not pending.blocks_runs()
 
 
+def test_after_a_day_a_watch_looks_at_the_answers_that_there_are(installation: Installation) -> None:
+    installation.watch = 200
+    installation.plan_children(train="lose")
+    with installation.server(min_cases=10_000) as server:
+        server.traffic()
+        server.supervisor.request_training(None)
+        server.tick_until(server.ended(RunState.REJECTED))
+        ref = force(server, 1.0)
+        server.traffic(9, cases=0)
+        for _ in range(3):
+            server.supervisor.tick()
+        assert server.launcher.kinds == ["train"], "the first check wants twelve"
+        then = datetime.now(UTC) - timedelta(hours=25)
+        gate = update(evaluations).where(evaluations.c.adapter == ref.id).values(created_at=then)
+        server.db.write(lambda connection: connection.execute(gate)).result(60)
+        server.tick_until(lambda: bool(server.adapters.evaluations(ref.id, EvaluationKind.INTERIM)))
+        ((_, verdict),) = server.adapters.evaluations(ref.id, EvaluationKind.INTERIM)
+        assert verdict.prompts == 9
+        for _ in range(5):
+            server.supervisor.tick()
+        assert server.launcher.kinds == ["train", "score"], "it does not look again before there are more"
+
+
 @pytest.mark.parametrize("answers", [0, 3])
 def test_a_watch_on_little_traffic_ends_after_a_week(installation: Installation, answers: int) -> None:
     """With what there is."""

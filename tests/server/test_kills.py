@@ -158,7 +158,8 @@ def test_the_training_child_is_killed_and_then_the_server(tmp_path: Path) -> Non
 @pytest.mark.promise(12)
 def test_the_server_is_killed_at_random_moments(tmp_path: Path, figure: Callable[[str], None]) -> None:
     pair = write_pair(tmp_path)
-    training = {"enabled": True, "min_cases": 20, "min_tokens": 100, "cooldown_seconds": 0.0, "epochs": 40}
+    training = {"enabled": True, "min_cases": 20, "min_tokens": 100, "epochs": 40}
+    training |= {"cooldown_seconds": 0.0, "idle_seconds": 0.0}
     server = tiny_server(tmp_path, pair, training=training)
     rng = random.Random(0)
     settled, orphans, asked = set[str](), set[int](), set[str]()

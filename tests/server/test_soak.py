@@ -30,7 +30,7 @@ GROWTH_BYTES = 150 * 2**20
 @pytest.mark.promise(20)
 def test_minutes_of_traffic_leave_no_trace(tmp_path: Path) -> None:
     pair = write_pair(tmp_path)
-    training = {"enabled": True, "min_cases": 200, "min_tokens": 500, "cooldown_seconds": 5.0}
+    training = {"enabled": True, "min_cases": 200, "min_tokens": 500, "cooldown_seconds": 5.0, "idle_seconds": 0.0}
     server = tiny_server(tmp_path, pair, training=training, store={"max_generations": 2000})
     server.start()
     try:

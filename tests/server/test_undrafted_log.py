@@ -37,7 +37,7 @@ def test_undrafted_generations_are_learnt_from(tmp_path: Path) -> None:
     generations = [replace(g, id=f"g{i}") for i, g in enumerate(made) if g is not None]
     assert not [case for g in generations for case in g.cases]
 
-    rules = {"enabled": True, "min_cases": 100, "min_tokens": 400, "cooldown_seconds": 0.0}
+    rules = {"enabled": True, "min_cases": 100, "min_tokens": 400, "idle_seconds": 0.0}
     server = tiny_server(tmp_path, folders, training=rules)
     stores = open_stores(load_settings(server.config), create=True)
     stores.generations.add(generations).result()

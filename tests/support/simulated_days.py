@@ -143,7 +143,7 @@ class World:
         texts = HeldOut(held_out, held_out, held_out * TOKENS)
         return not (
             policy.used_up(times, self.training.minutes_per_day)
-            or policy.wrong_moment(idle, self.busy.share, times, self.gates)
+            or policy.wrong_moment(idle, self.busy.share, times, self.gates, wanted=self.training.idle_seconds)
             or policy.unjudgeable(texts, self.gate, policy.levels(self.gates)[0])
         )
 
