@@ -26,7 +26,6 @@ from service.lifecycle.child import Child, Pause
 from service.lifecycle.context import LifecycleContext
 from service.lifecycle.gate import Scored
 from service.lifecycle.jobs import Demand
-from service.lifecycle.loans import NEEDED
 from service.lifecycle.machine import Strain
 from service.lifecycle.messages import Candidate, Done, Failed, Message, Scores, Texts
 from service.store.log.run_texts import Role
@@ -49,7 +48,7 @@ MAX_GENERATIONS, WINDOW = "max_generations", "window"
 MAX_PAUSE_SECONDS, MAX_PRACTICE_PAUSE_SECONDS = 1800.0, 600.0
 """A run ends when it was paused for so much longer than it has worked since: a paused child keeps its memory, and other runs
 wait for its end. What practice has written stays on disk."""
-MEMORY_NEEDED = f"{NEEDED}: the run was ended to give it back"
+MEMORY_NEEDED = "requests needed the memory that it took: the run was ended to give it back"
 MEMORY_GIVEN_BACK = "memory is short: the run was ended to give back what it takes"
 ENDED = "ended by an operator"
 TURNED_OFF = "practice was turned off"

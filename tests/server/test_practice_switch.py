@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import service.server
+from service.engine.footprint import MemoryPlan
 from service.lifecycle.practice_choice import FILE
 from tests.support.tiny_server import InProcessServer, in_process_server, write_pair
 
@@ -26,26 +28,30 @@ def served(folder: Path, pair: tuple[Path, Path], **training: object) -> Generat
         server.stop()
 
 
-def test_it_outlives_a_restart_and_memory_is_set_aside_from_then_on(
+def test_it_outlives_a_restart_and_memory_is_planned_for_it_from_then_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[int] = []
-    practice_bytes = service.server.practice_bytes
+    planned: list[int] = []
+    plan_memory, most = service.server.plan_memory, 2**50
 
-    def counted(*given: object) -> int:
-        asked.append(practice_bytes(*given))  # pyright: ignore[reportArgumentType]
-        return asked[-1]
+    def practice_bytes(*_given: object) -> int:
+        return most
 
-    monkeypatch.setattr(service.server, "practice_bytes", counted)
+    def counted(*given: Any, training: Callable[[int], int], **more: Any) -> MemoryPlan:
+        planned.append(training(2**34))
+        return plan_memory(*given, training=training, **more)
+
+    monkeypatch.setattr(service.server, "plan_memory", counted)
+    monkeypatch.setattr(service.server, "practice_bytes", practice_bytes)
     pair = write_pair(tmp_path / "pair")
     with served(tmp_path, pair) as server:
-        assert server.get("/practice")["on"] is False and asked == []
+        assert server.get("/practice")["on"] is False and planned[-1] < most
         turned = server.request("PUT", "/practice", {"on": True})
         assert (turned.status_code, turned.json()["on"]) == (200, True)
         assert json.loads((tmp_path / "home" / FILE).read_text()) == {"on": True}
-        assert asked == [], "it makes do with what is free"
+        assert len(planned) == 1, "it makes do with what is free"
     with served(tmp_path, pair) as server:
-        assert server.get("/practice")["on"] is True and len(asked) == 1
+        assert server.get("/practice")["on"] is True and planned[-1] == most
     with served(tmp_path, pair, practice=False) as server:
         assert server.get("/practice") == {
             "on": False,
@@ -53,4 +59,4 @@ def test_it_outlives_a_restart_and_memory_is_set_aside_from_then_on(
             "waits": None,
         }
         assert server.request("PUT", "/practice", {"on": True}).status_code == 409
-    assert len(asked) == 1
+    assert planned[-1] < most
