@@ -127,7 +127,9 @@ def test_any_path_and_key(method: str, part: str, key: str) -> None:
     own = EchoServer(engine=EchoEngine()).app  # a run that is under way would refuse the next
     for path in (f"/{quoted}", f"/train/{quoted}", "/train", f"/adapters/{quoted}/activate"):
         response = ask(method, path, b"", headers, on=own if path == "/train" else None)
-        assert response.status_code in {200, 202, 400, 404, 405}, response.text
+        # "/train/." is "/train" to the client.
+        under_way = {409} if path == "/train/." else set()
+        assert response.status_code in {200, 202, 400, 404, 405} | under_way, response.text
         if response.status_code >= 400:
             assert sorted(response.json()["error"]) == ["code", "message", "param", "type"]
 

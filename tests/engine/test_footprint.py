@@ -80,7 +80,14 @@ def hybrid(layers: int) -> nn.Module:
 
 @pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="on an accelerator MLX allocates other memory too")
 @pytest.mark.parametrize(
-    ("kind", "rows", "length"), [(llama, 1, 1500), (llama, 3, 500), (hybrid, 1, 600), (hybrid, 3, 200)]
+    ("kind", "rows", "length"),
+    [
+        pytest.param(llama, 1, 1500, marks=pytest.mark.nightly),
+        (llama, 1, 600),
+        (llama, 3, 500),
+        pytest.param(hybrid, 1, 600, marks=pytest.mark.nightly),
+        (hybrid, 3, 200),
+    ],
 )
 def test_rows_in_rectangles_take_what_is_planned(
     kind: Callable[[int], nn.Module], rows: int, length: int, monkeypatch: pytest.MonkeyPatch

@@ -124,8 +124,9 @@ def test_a_candidate_that_will_not_load_changes_nothing(installation: Installati
 
 def test_a_dead_engine_loses_the_candidate_but_not_its_cases(installation: Installation) -> None:
     with installation.server(cooldown_seconds=300.0) as server:
-        server.engine.dead = True
         server.traffic()
+        server.tick_until(lambda: bool(server.launcher.started))
+        server.engine.dead = True
         server.tick_until(server.ended(RunState.FAILED))
         assert server.training_texts.untrained(WHO).cases == 3 * ENOUGH
         server.engine.dead = False

@@ -19,7 +19,7 @@ from tests.support.simulated_scores import LEVEL, Population
 RULES = GateSettings(min_tokens=500, bootstrap=100)
 REFUSED = Verdict(False, "not proven better", 200, 20_000, 0.0, -0.01, 0.01, p_value=0.4, level=0.01, loss_bounded=True)
 HELD_OUT, GOLDEN_TEXTS = 200, 80
-SEQUENCES = [100, pytest.param(2000, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])]
+SEQUENCES = [50, pytest.param(2000, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])]
 
 
 @cache

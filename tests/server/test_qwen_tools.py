@@ -197,6 +197,7 @@ def test_a_marker_in_an_enum_is_text(server: LocalServer) -> None:
     assert choice["finish_reason"] == "stop"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", [Layout.SPECIAL, Layout.TEXT])
 def test_other_layouts_of_the_markers(tmp_path: Path, layout: Layout) -> None:
     pair = write_pair(tmp_path, layout)

@@ -235,7 +235,7 @@ ORDERED = (
 )
 NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
 """A tool without parameters."""
-KNOWN = 0.1
+KNOWN = 0.3
 """Loss of the hardest token, in nats, once a model knows every answer by heart."""
 ORDERING, ASKING = "Order it.", "What time is it?"
 
