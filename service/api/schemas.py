@@ -62,6 +62,8 @@ StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOPS)]
 Stops = Annotated[StopStrings, BeforeValidator(as_list, json_schema_input_type=StopString | StopStrings)]
 Finite = Annotated[float | None, BeforeValidator(_finite_or_none)]
 """JSON has no NaN: a figure that is not finite is sent as null."""
+Interval = Annotated[list[Finite], Field(min_length=3, max_length=3)]
+"""An estimate and the two ends of its 90 % interval."""
 
 
 class RequestModel(BaseModel):
@@ -221,7 +223,7 @@ class VerdictAnswer(ResponseModel):
     gain: Finite
     low90: Finite
     high90: Finite
-    domains: dict[str, tuple[Finite, Finite, Finite]]
+    domains: dict[str, Interval]
     measured_on: list[str]
     """Kinds of machines whose measured costs had a say."""
     p_value: Finite | None
@@ -285,7 +287,7 @@ class MeasuredGainAnswer(ResponseModel):
     """Tokens per second of one request with the base draft while it drafts; null where the costs of rounds are not measured."""
     speed_after: Finite | None
     """The same with the adapter."""
-    speed_gain: tuple[Finite, Finite, Finite] | None
+    speed_gain: Interval | None
     """The relative change of speed and its 90 % interval."""
     realised: Finite | None
     """Tokens a call of the rounds that the adapter did draft in these answers; null: too few can be compared."""
@@ -331,7 +333,7 @@ class LearningAnswer(ResponseModel):
     """How many there may be (`training.minutes_per_day`)."""
     expected_gain: Finite
     """Relative gain in speed that the next run is expected to bring, by the last verdicts."""
-    against_base: dict[str, tuple[Finite, Finite, Finite]]
+    against_base: dict[str, Interval]
     """What the active adapter's gate found of it against the base draft, by domain and on the golden set: gain and its 90 %
     interval."""
 
