@@ -23,9 +23,10 @@ the model's precision, where that is not float32."""
 EFFICIENCY = 0.5
 """Share of a device's speed in large matrix products that a training step reaches. An assumption, for machines on which no run
 has been measured."""
-UNROLLED_SECONDS = 2.5e-4
+UNROLLED_SECONDS = 1.2e-3
 """Seconds that a recurrent block takes for one position of all rows, forward and backward: training computes its state one
-position after another, in some sixty small operations. An assumption."""
+position after another, in some sixty small operations. On an H200 that other measurements shared it was so much, with
+checkpointing, and 1.1e-3 without (docs/measurements.md)."""
 _FLOAT = 4
 _ADAPTER_COPIES = 7
 """The adapter's weights, those of the best validation so far, AdamW's two moments, the gradients of a micro-batch, their sum,
