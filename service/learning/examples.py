@@ -15,6 +15,8 @@ from service.learning.masks import NO_MASKS, AnswerMasks, Masks
 WINDOWS = 2
 """Windows a run learns from for each of its texts, on average, at most: the cost of long texts is so many times what one window
 of each would cost."""
+MAX_VALIDATION, VALIDATION_SHARE = 16, 0.05
+"""Set aside for the validation loss: this share of the texts, so many at most, and so many of their windows."""
 _DAMAGED = "damaged targets"
 
 Floats = NDArray[np.float32]
@@ -27,7 +29,7 @@ class Example:
 
     tokens: (length,) the window's input: prompt tokens and output tokens but the last one that is learnt. ids, logprobs:
     (n, top), tail: (n,), the target's normalised distribution given the whole text. before: tokens of the text in front of the
-    window. masks: of the n positions, where the answer had to follow a grammar.
+    window. masks: of the n positions, where the answer had to follow a grammar. text: the generation's id.
     """
 
     tokens: Ints
@@ -37,6 +39,7 @@ class Example:
     tail: Floats
     before: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     masks: AnswerMasks | None = None
+    text: str = ""
 
     @property
     def positions(self) -> int:
@@ -85,6 +88,17 @@ def build(
             skipped[reason or _DAMAGED] += 1
     examples, left_out = _select_windows(texts, seed)
     return Dataset(tuple(examples), dict(skipped), left_out)
+
+
+def set_aside(examples: Sequence[Example]) -> tuple[list[Example], list[Example]]:
+    """(learnt, validation): the windows of a few texts, spread over new and replayed ones, are set aside, so that no part of a
+    text is both learnt and validated on. With too few texts to spare any, the loss is validated on what is learnt."""
+    texts = list(dict.fromkeys(example.text for example in examples))
+    count = min(MAX_VALIDATION, int(len(texts) * VALIDATION_SHARE))
+    aside = {texts[i * (len(texts) // count)] for i in range(count)}
+    learnt = [example for example in examples if example.text not in aside]
+    validation = [example for example in examples if example.text in aside]
+    return learnt, (validation or learnt)[:MAX_VALIDATION]
 
 
 def windows(prompt: int, length: int, size: int) -> list[tuple[int, int, int]]:
@@ -151,6 +165,7 @@ def _examples(generation: Generation, masks: AnswerMasks | None, max_length: int
                 tail=tail[here],
                 before=tokens[:start],
                 masks=None if masks is None else masks.part(here),
+                text=generation.id,
             )
         )
     return found

@@ -18,7 +18,7 @@ from service.engine.profile import step_ratios
 from service.learning import lora
 from service.learning.batches import batches
 from service.learning.channel import Channel
-from service.learning.examples import Dataset, Example, build
+from service.learning.examples import Dataset, Example, build, set_aside
 from service.learning.general_set import GeneralSet
 from service.learning.loading import (
     free_for_training,
@@ -55,8 +55,6 @@ from service.store.replay.buffer import Replay
 log = logging.getLogger(__name__)
 
 CANDIDATE = "candidate"
-MAX_VALIDATION, VALIDATION_SHARE = 16, 0.05
-"""Examples set aside for the validation loss: so many at most, this share of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +309,7 @@ def fit_adapter(
     micro-batch, of training and of validation, to wait in; returns the seconds that are no part of the run. Raises
     TrainingFailed."""
     loss = TargetDivergence(model, chunk=plan.chunk)
-    learnt, validation = _set_aside(examples)
+    learnt, validation = set_aside(examples)
     per_epoch = -(-len(learnt) // training.batch_size)
 
     def validate() -> float:
@@ -340,13 +338,3 @@ def fit_adapter(
             validate_every=update_count(per_epoch, 1, training.accumulate),
             rows=plan.rows,
         )
-
-
-def _set_aside(examples: Sequence[Example]) -> tuple[list[Example], list[Example]]:
-    """(learnt, validation): a few examples spread over all, new and replayed ones. Where there are too few to spare any, the
-    loss is validated on what is learnt."""
-    count = min(MAX_VALIDATION, int(len(examples) * VALIDATION_SHARE))
-    stride = len(examples) // count if count else 0
-    aside = {i * stride for i in range(count)}
-    learnt = [example for i, example in enumerate(examples) if i not in aside]
-    return learnt, [examples[i] for i in sorted(aside)] or learnt[:MAX_VALIDATION]

@@ -160,6 +160,7 @@ def test_it_trains_and_swaps_and_reports_each_step(
     assert captured.err.index(" promoted, ") < captured.err.index("swap: ")
 
 
+@pytest.mark.nightly
 def test_wrong_answers_and_failed_requests_are_failures(
     shown: Demo,
     pair: tuple[Path, Path],

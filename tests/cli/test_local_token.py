@@ -76,6 +76,7 @@ def test_no_proxy_sees_it(tmp_path: Path, token: str, monkeypatch: pytest.Monkey
         assert seen == [None], "other servers are reached as the environment says"
 
 
+@pytest.mark.nightly
 def test_serve_shows_the_link_at_a_terminal_alone(tmp_path: Path) -> None:
     pair = write_pair(tmp_path)
     server = tiny_server(tmp_path, pair)

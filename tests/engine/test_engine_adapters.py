@@ -61,6 +61,7 @@ def make(folder: Path, quantised: bool = False) -> tuple[nn.Module, AdapterRef, 
     return base, ref, trained(TOKENS)
 
 
+@pytest.mark.nightly
 def test_loading_leaves_no_memory(tmp_path: Path) -> None:
     """MLX holds what random values are made of until they are computed: some 60 kB for each adapter of this size."""
     base, ref, _ = make(tmp_path / "a")

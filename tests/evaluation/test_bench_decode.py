@@ -245,6 +245,7 @@ def test_arms_rotate() -> None:
     ]
 
 
+@pytest.mark.nightly
 def test_the_command_shows_writes_and_names_no_folder(bench_files: BenchFiles, bench: Bench, tmp_path: Path) -> None:
     files = {name: tmp_path / f"out.{name}" for name in ("json", "png", "markdown")}
     asked = (

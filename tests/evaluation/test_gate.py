@@ -60,6 +60,7 @@ def test_the_gate_needs_texts_enough(quick: Settings, models: tuple[Path, Path],
         next(run_gate(quick, models, None, list(prompts(10, 1)), list(prompts(5, 2)), tmp_path, cases=30, max_tokens=8))
 
 
+@pytest.mark.nightly
 def test_a_candidate_whose_run_was_interrupted_is_trained_again(
     quick: Settings, models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

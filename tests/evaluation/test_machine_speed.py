@@ -15,6 +15,7 @@ from service.settings import TrainingSettings
 from tests.support.tiny_server import prompts
 
 
+@pytest.mark.nightly
 def test_every_kind_of_work_is_timed(models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     threads, used = blas_threads(), list[int]()
     monkeypatch.setattr(machine_speed, "set_blas_threads", used.append)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from service.core import Generation, Targets
 from service.learning.batches import batches, collate
-from service.learning.examples import Dataset, build, unpack, windows
+from service.learning.examples import Dataset, build, set_aside, unpack, windows
 from service.models.padding import LENGTHS
 from tests.support.logged_texts import VOCABULARY, generation, random_texts, with_targets
 from tests.support.oracle import tiny_llama
@@ -134,6 +134,17 @@ def test_unusable_generations_are_skipped_and_counted(texts: list[Generation]) -
     assert sum(found.skipped.values()) == len(bad)
     assert found.skipped["no response token"] == 2
     assert found.skipped["no targets"] == 1
+
+
+def test_no_text_is_learnt_and_validated_on() -> None:
+    """Texts of several windows each."""
+    long = with_targets(tiny_llama(1), random_texts(60, seed=4))
+    examples = made([replace(one, id=f"t{i}") for i, one in enumerate(long)], max_length=12).examples
+    assert len(examples) > 90
+    learnt, validation = set_aside(examples)
+    assert 3 <= len(validation) <= 16 and {one.text for one in learnt}.isdisjoint(one.text for one in validation)
+    few = [one for one in examples if one.text in {"t0", "t1"}]
+    assert set_aside(few) == (few, few[:16]), "too few to spare any"
 
 
 def test_an_epoch_has_every_example_once_in_few_shapes(texts: list[Generation]) -> None:
