@@ -117,6 +117,13 @@ class LifecycleContext:
         """Start a child on the common job description and this. Raises OSError."""
         return Child(self.launcher.launch({**self.rules.spec, **job}), self.timer)
 
+    def scoring_seconds(self, ref: AdapterRef) -> float:
+        """How long scoring an adapter that serves may take: a quarter of what its run took."""
+        if ref.run is None:
+            return 0.0
+        run = self.stores.runs.get(ref.run)
+        return 0.0 if run.finished_at is None else (run.finished_at - run.created_at).total_seconds() / 4
+
     def end_run(self, run_id: int, state: RunState, reason: str) -> None:
         """End a run without a verdict, unless it is over. Raises IllegalMove when it is another process's by now."""
         run = self.stores.runs.get(run_id)

@@ -14,9 +14,9 @@ from service.lifecycle.context import LifecycleContext
 from service.lifecycle.jobs import Demand
 from service.lifecycle.loans import NEEDED, Borrower
 from service.lifecycle.machine import Strain
-from service.lifecycle.messages import Done, Failed, Message, Scores
+from service.lifecycle.messages import Message, Scores
 from service.lifecycle.policy import IDLE_SECONDS
-from service.lifecycle.watch import Watch
+from service.lifecycle.scoring_job import ScoringJob
 from service.store.log.sampler import Text, sample
 
 log = logging.getLogger(__name__)
@@ -84,12 +84,21 @@ def _tokens_per_second(scores: Sequence[Score], seconds: Sequence[float]) -> flo
 
 
 class GainMeter:
-    """When the active adapter is measured, and what was found. idle_seconds: for how long nothing has been asked here."""
+    """When the active adapter is measured, and what was found. idle_seconds: for how long nothing has been asked here. strain:
+    why the machine cannot spare what scoring takes. watching: whether the adapter's watch is not over."""
 
-    def __init__(self, context: LifecycleContext, watch: Watch, idle_seconds: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        context: LifecycleContext,
+        *,
+        idle_seconds: Callable[[], float],
+        strain: Callable[[], Strain | None],
+        watching: Callable[[], bool],
+    ) -> None:
         self._context = context
-        self._watch = watch
         self._idle_seconds = idle_seconds
+        self._strain = strain
+        self._watching = watching
         self._looked_at: float | None = None
 
     def start(self) -> GainJob | None:
@@ -102,7 +111,7 @@ class GainMeter:
             return None
         self._looked_at = now
         ref = self._context.active_ref()
-        if ref is None or self._watch.pending() is not None or not self._due(ref):
+        if ref is None or self._watching() or not self._due(ref) or self._strain() is not None:
             return None
         texts = self._answers(READ_FOR_EACH * ANSWERS)
         fresh = sample(texts, ANSWERS, seed=ref.id)
@@ -115,14 +124,14 @@ class GainMeter:
                 kind="score",
                 adapters={str(one): self._context.adapter_folder(one) for one in (ref.id, BARE_DRAFT)},
                 generations=[one.id for one in fresh],
-                seconds=self._watch.scoring_seconds(ref),
+                seconds=self._context.scoring_seconds(ref),
             )
         except OSError as error:
             log.warning("the gain of adapter %d cannot be measured: %s", ref.id, error)
             return None
         return GainJob(self, self._context, ref, child, read_to=self._context.stores.generations.end())
 
-    def record(self, ref: AdapterRef, scores: Scores, *, read_to: int) -> None:
+    def record(self, ref: AdapterRef, scores: Scores, read_to: int) -> None:
         """Record what scores of an adapter and of the base draft say of its gain. Scores that cannot be compared are logged and
         left out."""
         own, base = str(ref.id), str(BARE_DRAFT)
@@ -142,11 +151,12 @@ class GainMeter:
         if gain is not None:
             self._context.stores.gains.record(ref.id, gain)
             log.info("adapter %d: %s", ref.id, gain.summary)
-        self.announce()
 
     def announce(self) -> None:
         """Report the newest measurement of what serves to the metrics."""
-        self._context.events.gain(self.state().measured)
+        ref = self._context.active_ref()
+        newest = None if ref is None else self._context.stores.gains.newest(ref.id)
+        self._context.events.gain(None if newest is None else newest[1])
 
     def state(self) -> GainsState:
         """See core.Operator."""
@@ -156,7 +166,7 @@ class GainMeter:
         if (newest := self._context.stores.gains.newest(ref.id)) is not None:
             return GainsState(ref.id, newest[1], newest[0], None)
         answers = len(self._answers(MIN_ANSWERS))
-        if self._watch.pending() is not None or answers < MIN_ANSWERS:
+        if self._watching() or answers < MIN_ANSWERS:
             reason = f"adapter {ref.id} was promoted {answers} answers ago, and its first comparison is still to come"
         else:
             reason = f"adapter {ref.id} is measured when nothing has been asked for a minute"
@@ -190,30 +200,18 @@ class GainMeter:
         return f"the base draft serves: adapter {judged.adapter} was rolled back or switched off"
 
 
-class GainJob:
+class GainJob(ScoringJob):
     """A child that scores the active adapter and the base draft. It ends as soon as something is asked or the machine cannot
     spare what it takes; a later look starts another."""
 
     def __init__(
         self, meter: GainMeter, context: LifecycleContext, ref: AdapterRef, child: Child, *, read_to: int
     ) -> None:
+        super().__init__(context, child)
         self._meter = meter
-        self._context = context
         self._ref = ref
-        self._child = child
         self._read_to = read_to
-        self._scores: Scores | None = None
         self._dropped = False
-
-    @property
-    def child(self) -> Child:
-        """The child process."""
-        return self._child
-
-    @property
-    def limit_seconds(self) -> float:
-        """As a run's."""
-        return self._context.rules.training.timeout_seconds
 
     def yields(self, demand: Demand) -> bool:
         """Whatever is asked comes first."""
@@ -234,18 +232,15 @@ class GainJob:
         self.abandon(NEEDED)
 
     def handle(self, message: Message) -> None:
-        """Keep the scores; record the gain when the child is done."""
-        if self._dropped:
-            return
-        match message:
-            case Scores():
-                self._scores = message
-            case Done() if self._scores is not None:
-                self._meter.record(self._ref, self._scores, read_to=self._read_to)
-            case Failed(reason):
-                log.warning("the gain of adapter %d could not be measured: %s", self._ref.id, reason)
-            case _:
-                log.warning("a child that scores has no use for %s", type(message).__name__)
+        """As other jobs that score; a child that was stopped has sent nothing that counts."""
+        if not self._dropped:
+            super().handle(message)
+
+    def _use(self, scores: Scores) -> None:
+        self._meter.record(self._ref, scores, self._read_to)
+
+    def _fail(self, reason: str) -> None:
+        log.warning("the gain of adapter %d could not be measured: %s", self._ref.id, reason)
 
     def abandon(self, reason: str) -> None:
         """Log the reason; a later look measures again."""

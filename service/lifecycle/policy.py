@@ -233,7 +233,11 @@ def decide(
     """
     if hindered is not None:
         return hindered
-    return lacking(counts, min_cases=min_cases, min_tokens=min_tokens) or Trigger.CASES
+    if counts.expected_cases < min_cases:
+        return f"{counts.expected_cases:.0f} of {min_cases} failure cases"
+    if counts.expected_tokens < min_tokens:
+        return f"{counts.expected_tokens} of {min_tokens} tokens"
+    return Trigger.CASES
 
 
 def practice_minutes(done: Practised, *, per_day: float, idle_seconds: float, user: str | None) -> float | str:
@@ -252,15 +256,6 @@ def practice_minutes(done: Practised, *, per_day: float, idle_seconds: float, us
     if left < LEAST_MINUTES:
         return f"practised for {done.seconds / 60:.0f} of {per_day:g} minutes in the last 24 hours"
     return min(left, RUN_MINUTES)
-
-
-def lacking(counts: UntrainedCounts, *, min_cases: int, min_tokens: int) -> str | None:
-    """What a run that starts by itself lacks: failure cases or tokens. None: nothing."""
-    if counts.expected_cases < min_cases:
-        return f"{counts.expected_cases:.0f} of {min_cases} failure cases"
-    if counts.expected_tokens < min_tokens:
-        return f"{counts.expected_tokens} of {min_tokens} tokens"
-    return None
 
 
 def _left(now: datetime, since: datetime, seconds: float) -> float:

@@ -83,10 +83,14 @@ class Supervisor:
         self._strain = strain or machine_strain(context.rules.training)
         self._practice = PracticeStarter(context, practice, idle_seconds, user or somebody_here())
         self._jobs = JobSlot(context, lambda: Demand(busy(), asked=idle_seconds() == 0.0), self._strain)
-        self._watch = Watch(context)
         self._timing = RunTiming(context, idle_seconds)
-        self._gains = GainMeter(context, self._watch, idle_seconds)
-        self._watch.on_scores = lambda ref, scores, read_to: self._gains.record(ref, scores, read_to=read_to)
+        self._gains = GainMeter(
+            context,
+            idle_seconds=idle_seconds,
+            strain=self._strain,
+            watching=lambda: self._watch.pending() is not None,
+        )
+        self._watch = Watch(context, on_scores=self._gains.record)
         self._eraser = Eraser(context, self._jobs, forget or {})
         self._lock = threading.RLock()
         self._switch_error = ""
@@ -192,6 +196,7 @@ class Supervisor:
     def _tick_draft(self) -> None:
         context = self._context
         self._record_costs()
+        self._gains.announce()
         self._timing.observe()
         if context.switching.behind():
             self._serve_active()
@@ -227,7 +232,7 @@ class Supervisor:
         self._start_comparison()
         if not self.working:
             self._start_if_due()
-        if not self.working and self._strain() is None:
+        if not self.working:
             self._jobs.start(self._gains.start())
 
     def _start_comparison(self) -> None:

@@ -14,7 +14,8 @@ from service.lifecycle.interim_check import FEWEST, CheckResult, check_schedule,
 from service.lifecycle.jobs import Demand
 from service.lifecycle.loans import NEEDED, Borrower
 from service.lifecycle.machine import Strain
-from service.lifecycle.messages import Done, Failed, Message, Scores
+from service.lifecycle.messages import Scores
+from service.lifecycle.scoring_job import ScoringJob
 from service.store.log.sampler import sample
 from service.store.registry.adapters import EvaluationKind
 
@@ -42,16 +43,18 @@ PAUSED_SECONDS = 600.0
 class Watch:
     """Which adapter is still to be compared, and its comparison. Checks that decided nothing are evaluations of kind INTERIM;
     the watch is over when one of kind WATCH is recorded: by a check that decided, by an operator who chose the adapter or
-    rolled it back, or because comparing failed too often."""
+    rolled it back, or because comparing failed too often.
 
-    def __init__(self, context: LifecycleContext) -> None:
+    on_scores: called with the scores of every check that left the adapter in place, and the newest generation (seq) when the
+    check was started.
+    """
+
+    def __init__(self, context: LifecycleContext, on_scores: Callable[[AdapterRef, Scores, int], None]) -> None:
         self._context = context
+        self.on_scores = on_scores
         self._failures: dict[int, int] = {}
         self._least: dict[tuple[int, int], int] = {}
         """How many answers since the promotion the next check of an adapter wants, where they were read in vain."""
-        self.on_scores: Callable[[AdapterRef, Scores, int], None] | None = None
-        """Called with the scores of every check that left the adapter in place, and the newest generation (seq) when it was
-        started."""
         self._memory_at = -math.inf
         """When to ask for memory again, where serving could not spare what a comparison takes."""
         self._over: int | None = None
@@ -121,20 +124,13 @@ class Watch:
                     str(adapter): self._context.adapter_folder(adapter) for adapter in (ref.id, ref.parent, BARE_DRAFT)
                 },
                 generations=fresh,
-                seconds=self.scoring_seconds(ref),
+                seconds=self._context.scoring_seconds(ref),
             )
         except OSError as error:
             self.failed(ref, f"the child could not be started: {error}")
             return None
         log.info("adapter %d is compared on %d answers since its promotion", ref.id, len(fresh))
         return WatchJob(self._context, self, ref, child, done=done, last=last, read_to=logged.end())
-
-    def scoring_seconds(self, ref: AdapterRef) -> float:
-        """How long a check may take: a quarter of what its run took."""
-        if ref.run is None:
-            return 0.0
-        run = self._context.stores.runs.get(ref.run)
-        return 0.0 if run.finished_at is None else (run.finished_at - run.created_at).total_seconds() / 4
 
     def _overdue(self, ref: AdapterRef) -> bool:
         """Whether its watch has lasted so long that no more is to be waited for."""
@@ -165,7 +161,7 @@ class Watch:
             )
 
 
-class WatchJob:
+class WatchJob(ScoringJob):
     """A child that scores the watched adapter, its parent and the bare draft. done: checks before this one. last: there will be
     no other check. read_to: the newest generation (seq) when it was started."""
 
@@ -180,26 +176,14 @@ class WatchJob:
         last: bool,
         read_to: int,
     ) -> None:
-        self._context = context
+        super().__init__(context, child)
         self._watch = watch
         self._ref = ref
-        self._child = child
         self._done = done
         self._last = last
         self._read_to = read_to
-        self._scores: Scores | None = None
         self._paused_seconds = 0.0
         self._polled_at = context.timer()
-
-    @property
-    def child(self) -> Child:
-        """The child process."""
-        return self._child
-
-    @property
-    def limit_seconds(self) -> float:
-        """As a run's."""
-        return self._context.rules.training.timeout_seconds
 
     def yields(self, demand: Demand) -> bool:
         """While requests wait, as training does, until it has paused for PAUSED_SECONDS in all."""
@@ -220,27 +204,17 @@ class WatchJob:
         self._watch.wait_for_memory()
         self.abandon(NEEDED)
 
-    def handle(self, message: Message) -> None:
-        """Take the scores; when the child is done decide about the adapter; a failure counts against its ATTEMPTS."""
-        match message:
-            case Scores():
-                self._scores = message
-            case Done():
-                self._decide()
-            case Failed(reason):
-                self._watch.failed(self._ref, reason)
-            case _:
-                log.warning("a child that compares has no use for %s", type(message).__name__)
-
     def abandon(self, reason: str) -> None:
         """Log the reason; the watch stays pending and a later tick compares again."""
         log.info("comparing adapter %d ended: %s", self._ref.id, reason)
 
-    def _decide(self) -> None:
+    def _fail(self, reason: str) -> None:
+        self._watch.failed(self._ref, reason)
+
+    def _use(self, scores: Scores) -> None:
         ref, adapters = self._ref, self._context.stores.adapters
         if adapters.evaluations(ref.id, EvaluationKind.WATCH):
             return  # an operator chose it meanwhile
-        scores = self._scores or Scores({}, golden={})
         costs = self._context.own_costs(scores.lengths(str(ref.id)))
         try:
             result = self._check(scores, costs)
@@ -260,7 +234,7 @@ class WatchJob:
                 log.warning("adapter %d has been checked by another process meanwhile", ref.id)
                 return
         log.info("adapter %d %s", ref.id, result.verdict.reason)
-        if self._watch.on_scores is not None and result.roll_back_to is None:
+        if result.roll_back_to is None:
             self._watch.on_scores(ref, scores, self._read_to)
         if result.short:
             log.warning("adapter %d: the engine accepts less of its drafts than its scores say", ref.id)

@@ -210,5 +210,9 @@ def test_a_rejected_run_is_the_reason(installation: Installation) -> None:
 def test_a_rolled_back_adapter_is_the_reason(installation: Installation) -> None:
     with installation.server() as server:
         promoted_and_watched(server)
+        server.supervisor.tick()
+        assert server.events.measured is not None
         server.supervisor.rollback()
+        server.supervisor.tick()
+        assert server.events.measured is None, "it is of the adapter that serves"
         assert server.supervisor.gains().reason == "the base draft serves: adapter 1 was rolled back or switched off"
