@@ -3,7 +3,7 @@ engine logs at a fixed draft length, without decoding (docs/decisions.md, "Greed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -17,6 +17,9 @@ from service.learning.draft_steps import step_count
 from service.learning.examples import Floats, Ints, unpack
 from service.learning.masks import NO_MASKS, Masks
 from service.learning.teacher_forcing import Span, response_logits
+
+TIE_MARGIN = 1e-3
+"""Nats below which a rejection is a tie: `engine.tie_margin` by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +47,13 @@ def simulate_rounds(
     k: int,
     adapter: int,
     vocabulary: int,
-    tie_margin: float = 1e-3,
     masks: Masks = NO_MASKS,
-    between: Callable[[], object] = lambda: None,
 ) -> list[Simulated]:
     """The generations as they would be, had `model` drafted `k` tokens a round. They have to be greedy or seeded and to have
     targets; otherwise raises ValueError.
 
-    adapter: the id that the rounds get. vocabulary: width of the target's logits. tie_margin: nats below which a rejection is
-    a tie. masks: of answers that had to follow a grammar, under which the draft proposes. between: called before every model
-    call. A case's p is 0 where its token is not among the target's stored ones.
+    adapter: the id that the rounds get. vocabulary: width of the target's logits. masks: of answers that had to follow a
+    grammar, under which the draft proposes. A case's p is 0 where its token is not among the target's stored ones.
     """
     if any(g.prompt.sampling.rule is not AcceptRule.MATCH or g.targets is None for g in generations):
         raise ValueError("only greedy and seeded generations with targets have one course of rounds")
@@ -67,14 +67,12 @@ def simulate_rounds(
         members = [i for i, g in enumerate(generations) if g.prompt.sampling.greedy is greedy]
         texts = [(generations[i].prompt.tokens, generations[i].output) for i in members]
         text_masks = [masks.get(generations[i].id) for i in members]
-        for span in response_logits(
-            model, texts, vocabulary=vocabulary, between=between, steps=steps, masks=text_masks
-        ):
+        for span in response_logits(model, texts, vocabulary=vocabulary, steps=steps, masks=text_masks):
             chosen, q = _choice(span, [generations[members[text]] for text in span.text])
             for text, at, token, probability in zip(span.text, span.position, chosen, q, strict=True):
                 found = proposals[members[text]]
                 found.tokens[span.step, at], found.q[span.step, at] = token, probability
-    return [_with_rounds(g, found, k, adapter, tie_margin) for g, found in zip(generations, proposals, strict=True)]
+    return [_with_rounds(g, found, k, adapter) for g, found in zip(generations, proposals, strict=True)]
 
 
 def walk_rounds(matches: NDArray[np.bool_], k: int, first: int) -> list[tuple[int, int, int, int]]:
@@ -107,7 +105,7 @@ def _choice(span: Span, owners: Sequence[Generation]) -> tuple[NDArray[np.int64]
     return np.array(chosen[:, 0], dtype=np.int64), np.array(q)
 
 
-def _with_rounds(g: Generation, proposals: _Proposals, k: int, adapter: int, tie_margin: float) -> Simulated:
+def _with_rounds(g: Generation, proposals: _Proposals, k: int, adapter: int) -> Simulated:
     assert g.targets is not None
     ids, logprobs, _ = unpack(g.targets)
     matches = proposals.tokens == np.array(g.output)
@@ -123,11 +121,11 @@ def _with_rounds(g: Generation, proposals: _Proposals, k: int, adapter: int, tie
         token, q = int(proposals.tokens[place]), float(proposals.q[place])
         if g.grammar is not None and q == 0.0:
             continue  # As in the engine: a token that the grammar forbids was not rejected by the target.
-        cases.append(_case(g, at, token, q, ids[at], logprobs[at], tie_margin))
+        cases.append(_case(g, at, token, q, ids[at], logprobs[at]))
     return Simulated(replace(g, rounds=tuple(rounds), cases=tuple(cases)), int(matches[0].sum()))
 
 
-def _case(g: Generation, at: int, token: int, q: float, ids: Ints, logprobs: Floats, tie_margin: float) -> FailureCase:
+def _case(g: Generation, at: int, token: int, q: float, ids: Ints, logprobs: Floats) -> FailureCase:
     """ids, logprobs: (top,) of the target at output position `at`."""
     stored = np.flatnonzero(ids == token)
     margin = float(logprobs[0] - logprobs[1]) if len(ids) > 1 else float("inf")
@@ -138,5 +136,5 @@ def _case(g: Generation, at: int, token: int, q: float, ids: Ints, logprobs: Flo
         p=float(np.exp(logprobs[stored[0]])) if len(stored) else 0.0,
         q=q,
         margin=margin,
-        tie=margin < tie_margin,
+        tie=margin < TIE_MARGIN,
     )
