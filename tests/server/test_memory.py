@@ -53,6 +53,8 @@ def test_what_can_never_fit_is_refused_by_name_and_what_fits_is_answered(
         with ThreadPoolExecutor(4) as clients:
             answers = list(clients.map(lambda text: generate(server, text, max_tokens=24)["tokens"], texts))
         assert answers == expected
+        # Beside other rows so small a budget may leave nothing for prefixes.
+        assert generate(server, texts[0], max_tokens=24)["tokens"] == expected[0]
         shown = scraped(server.request("GET", "/metrics").text)
         for kind in ("weights", "prefix"):
             assert shown[f'redraft:memory_bytes{{kind="{kind}"}}'] >= 1, kind
