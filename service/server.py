@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 import uvicorn
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.api import Doors, Feed, Limits, ModelNames, build_api, build_startup_api
@@ -35,6 +36,7 @@ from service.engine.prefill import Pace
 from service.engine.preflight import check_rows
 from service.engine.strategy import current
 from service.engine.thread import EngineThread
+from service.engine.unloading import Unloaded
 from service.learning import practice_text
 from service.learning.loading import training_outlook, training_shape
 from service.learning.practice import practice_bytes
@@ -73,12 +75,14 @@ FORGET_SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What the engine's thread loaded."""
+    """What is known of the models that the engine's thread loaded. Holds none of their weights, which may be unloaded."""
 
     folders: Folders
-    pair: Pair
+    provenance: Provenance
+    tokenizer: TokenizerWrapper
+    vocabulary: int
+    eos: frozenset[int]
     context: int
-    paged: bool
 
 
 class Application:
@@ -105,6 +109,7 @@ class Application:
             recorder=self.recorder,
             observer=self.metrics,
             hang_seconds=settings.engine.hang_seconds,
+            idle_unload_seconds=_seconds(settings.engine.idle_unload_minutes),
             on_fatal=on_fatal,
             on_submit=self._notify_submit,
             on_wait=self._notify_wait,
@@ -146,12 +151,12 @@ class Application:
         assert serving is not None
         machine = machine_kind()
         self.metrics.built(backend(), machine)
-        tokenizer = serving.pair.target.tokenizer
-        encoder = TextEncoder(tokenizer, serving.pair.vocabulary, serving.pair.eos)
+        tokenizer = serving.tokenizer
+        encoder = TextEncoder(tokenizer, serving.vocabulary, serving.eos)
         queue = RequestMonitor(lambda: self.engine_thread.status().waiting, self._pause_training)
         requests = RequestMonitor(self._count_requests, self._pause_training, IDLE_SECONDS)
         supervisor = self._supervisor = self.learning.start(
-            Place(serving.folders, serving.pair.provenance, machine),
+            Place(serving.folders, serving.provenance, machine),
             self.engine_thread,
             self.metrics,
             # Where requests have to wait for a row, serving needs all there is.
@@ -160,14 +165,14 @@ class Application:
             idle_seconds=lambda: requests.quiet_for,
             forget=self.places(encoder),
             # Pages take all of their memory at once: there what a child takes is set aside.
-            loans=None if serving.paged else Loans(self.engine_thread, self._loan_sizes),
+            loans=None if current().paged else Loans(self.engine_thread, self._loan_sizes),
         )
         for monitor in (queue, requests):
             monitor.start()
-        self._load_look_ups(serving.pair.provenance)
+        self._load_look_ups(serving.provenance)
         self._queue, self._requests = queue, requests
         token_bytes = bytes_per_token(tokenizer)
-        overview = PairOverview(self.stores.database, serving.pair.provenance)
+        overview = PairOverview(self.stores.database, serving.provenance)
         self._feed = Feed(
             settings.models.target,
             self.engine_thread.status,
@@ -270,19 +275,23 @@ class Application:
         if self._queue is not None:
             self._queue.notify()
 
-    def _build(self) -> Engine:
-        """On the engine's thread: models are found, converted, loaded and checked there."""
+    def _build(self, before: Unloaded | None = None) -> Engine:
+        """On the engine's thread: models are found, converted, loaded and checked there. before: what is known of them where
+        they were unloaded, which is not found out again. Raises ModelError, also where they have become others since."""
         settings = self.settings
         device.limit_cache()
         device.wire_memory()
         with self._during("fetching"):
-            folders = resolve_models(settings)
+            folders = resolve_models(settings) if self._serving is None else self._serving.folders
         with self._during("loading"):
             pair = load_pair(folders.target, folders.draft)
-        with self._during("checking"):
-            check_rows(pair.target.model, "target")
-            if pair.draft is not None:
-                check_rows(pair.draft.model, "draft")
+        if before is None:
+            with self._during("checking"):
+                check_rows(pair.target.model, "target")
+                if pair.draft is not None:
+                    check_rows(pair.draft.model, "draft")
+        elif pair.provenance != before.provenance:
+            raise ModelError("the files of the models have changed; start the server again")
         base = served(pair.draft) if pair.draft is not None else None
         free = max(device_free_bytes() + device.memory().cache, 0)
         total = int(settings.engine.memory_gb * 2**30)
@@ -305,7 +314,9 @@ class Application:
         decoder.memory.limit(plan.budget, plan.spare)
         context = _context(settings.engine.max_context, pair.target.context, plan.budget)
         with self._during("timing"):
-            decoder.profile(settings.engine.max_rows, context)
+            decoder.profile(settings.engine.max_rows, context, before and before.timed)
+        if before is not None:
+            decoder.lookup = before.lookup
         if settings.engine.max_gap_ms is not None:
             decoder.pace = Pace(settings.engine.max_gap_ms / 1e3)
         if (folder := settings.engine.prefix_cache_dir) is not None:
@@ -314,7 +325,9 @@ class Application:
                 decoder.prefixes.keep(folder, settings.engine.prefix_cache_disk_mb << 20, who.target, who.draft)
             except OSError as error:
                 raise ModelError(f"engine.prefix_cache_dir cannot be used: {error}") from error
-        self._serving = Serving(folders, pair, context, current().paged)
+        if before is None:
+            tokenizer = pair.target.tokenizer
+            self._serving = Serving(folders, pair.provenance, tokenizer, pair.vocabulary, pair.eos, context)
         return Engine(
             decoder=decoder,
             base=base,
@@ -332,7 +345,8 @@ class Application:
         engine, runs = self.settings.engine, self.settings.training
 
         def training(idle: int) -> int:
-            self._loan_sizes = sizes = self._sizes(folders, pair, idle) if runs.run_here else {}
+            sizes = self._sizes(folders, pair, idle) if runs.run_here else {}
+            self._loan_sizes.update(sizes)
             borrowers = (Borrower.RUN, Borrower.PRACTICE) if self.learning.practice.on else (Borrower.RUN,)
             return max((sizes[each].wanted for each in borrowers if each in sizes and runs.enabled), default=0)
 
@@ -377,6 +391,14 @@ class Application:
         self.stage, started_at = stage, time.perf_counter()
         yield
         log.info("%s took %.1f s", stage, time.perf_counter() - started_at)
+
+
+def _seconds(minutes: float) -> float | None:
+    """Of a setting in which 0 is never. Raises ModelError on CUDA, where pages take all of the memory whether a run has it or
+    not."""
+    if minutes and current().paged:
+        raise ModelError("engine.idle_unload_minutes is not available on CUDA: set it to 0")
+    return minutes * 60 or None
 
 
 def _weights(pair: Pair) -> int:

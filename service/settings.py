@@ -124,6 +124,9 @@ class EngineSettings(Section):
     """Top-2 log-probability gap below which a disagreement counts as numerical noise."""
     hang_seconds: float = Field(default=120.0, gt=0)
     """Without progress for this long while work is waiting, the process reports not ready and exits."""
+    idle_unload_minutes: float = Field(default=0.0, ge=0)
+    """After so many minutes without a request the models are unloaded, and loaded again at the next request or when a run needs
+    them; 0: never. Not on CUDA."""
 
 
 class StoreSettings(Section):

@@ -34,6 +34,7 @@ def health_routes(engine_status: Callable[[], EngineStatus], metrics: Metrics) -
             idle_seconds=status.idle_seconds,
             adapter=status.adapter,
             draft_failures=status.draft_failures,
+            loaded=status.loaded,
         )
 
     @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})

@@ -472,7 +472,7 @@ class LiveAnswer(ResponseModel):
 
 class ReadyAnswer(ResponseModel):
     """The engine serves. rows, waiting: requests that run and that wait. idle_seconds: since the engine's last progress while
-    it has work. adapter: the active version."""
+    it has work. adapter: the active version. loaded: the models are in memory; where not, the next request loads them."""
 
     status: Literal["ready"] = "ready"
     rows: int
@@ -480,3 +480,4 @@ class ReadyAnswer(ResponseModel):
     idle_seconds: float
     adapter: int
     draft_failures: int
+    loaded: bool

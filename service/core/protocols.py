@@ -60,7 +60,8 @@ class Memory:
 class EngineStatus:
     """What health is judged by. `idle_seconds`: since the engine last made progress while it had work (0 when idle).
     kv_cache_usage: share of the memory for keys and values that is in use. prefix_disk_bytes: of the prefix cache's files.
-    speedup: estimated, of recent rounds over plain decoding; 0 before the first, and where costs are not measured."""
+    speedup: estimated, of recent rounds over plain decoding; 0 before the first, and where costs are not measured. loaded: the
+    models are in memory."""
 
     ready: bool
     reason: str
@@ -73,6 +74,7 @@ class EngineStatus:
     kv_cache_usage: float = 0.0
     prefix_disk_bytes: int = 0
     speedup: float = 0.0
+    loaded: bool = True
 
 
 class RequestState(StrEnum):

@@ -41,10 +41,11 @@ _DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A draft model ready to serve. adapter: the id of its adapter, BARE_DRAFT (0) for none."""
+    """A draft model ready to serve. adapter: the id of its adapter, BARE_DRAFT (0) for none. ref: where its files are."""
 
     adapter: int
     model: nn.Module
+    ref: AdapterRef | None = None
 
 
 def bare(model: nn.Module) -> Draft:
@@ -111,7 +112,7 @@ def load_steps(base: nn.Module, ref: AdapterRef, fingerprint: str) -> Iterator[D
         raise AdapterRefused(f"adapter {ref.id}: {error}") from error
     device.wait(model.parameters())
     model.eval()
-    yield Draft(ref.id, model)
+    yield Draft(ref.id, model, ref)
 
 
 def _hash(folder: Path, future: Future[str]) -> None:

@@ -20,7 +20,7 @@ import mlx.nn as nn
 from service.engine import profile
 from service.engine.adapters import Draft
 from service.engine.batch import Batch, drafts
-from service.engine.costs import Load
+from service.engine.costs import Costs, Load
 from service.engine.drafters.lookup import Lookup, LookupProposal
 from service.engine.kv.prefix import PrefixCache
 from service.engine.memory import RowMemory
@@ -120,9 +120,9 @@ class Decoder:
         if self._seeds is not None and self.planner is not None and self.draft_length:
             self.planner.reseed(self._seeds.switch(draft.model))
 
-    def profile(self, rows: int, context: int | None = None) -> None:
+    def profile(self, rows: int, context: int | None = None, timed: Costs | None = None) -> None:
         """Warm up, and time calls over up to so many rows to seed the costs of rounds. Otherwise the first round times those of
-        its rows. context: tokens of a request, at most; None: not known."""
+        its rows. context: tokens of a request, at most; None: not known. timed: costs that were measured before (`timed`)."""
         if self.strategy.replay and not self.unfinished:
             warm_up(self, rows, context)
         if self.adaptive:
@@ -130,8 +130,14 @@ class Decoder:
             draft = drafter.draft.model if drafter is not None and self.draft_length else None
             looked_up = self.lookup.max_tokens if self.lookup is not None else 0
             sizes, most = profile.sizes(self.batch.size(rows)), max(self.draft_length, looked_up)
-            self._seeds = profile.Seeds(profile.measure(self.batch.target.model, draft, rows=sizes, most=most), draft)
+            measured = timed or profile.measure(self.batch.target.model, draft, rows=sizes, most=most)
+            self._seeds = profile.Seeds(measured, draft)
             self.planner = Planner(self.draft_length, looked_up, self._seeds.costs)
+
+    @property
+    def timed(self) -> Costs | None:
+        """Costs of rounds with the draft that `profile` found; None where it timed nothing."""
+        return None if self._seeds is None else self._seeds.timed
 
     @contextmanager
     def unplanned(self) -> Generator[None]:

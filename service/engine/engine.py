@@ -33,17 +33,22 @@ class Engine:
 
     def check(self, prompt: Prompt) -> None:
         """Raises BadRequest for an empty prompt, or one that exceeds the context with its answer. From any thread."""
-        room = self.context - len(prompt.tokens)
-        if not prompt.tokens:
-            raise BadRequest("the prompt is empty", field="prompt")
-        if room < prompt.sampling.max_tokens:
-            raise BadRequest(
-                f"prompt ({len(prompt.tokens)} tokens) and max_tokens ({prompt.sampling.max_tokens}) exceed the context "
-                f"of {self.context} tokens",
-                field="max_tokens" if room > 0 else "prompt",
-            )
+        check_length(prompt, self.context)
 
     def new_request(self, id: str, prompt: Prompt, arrived_at: float) -> Request:
         """A request for a checked prompt, with its own detokenizer and stop strings. arrived_at: perf_counter."""
         text = TextStream(self.detokenizer(), prompt.sampling.stop)
         return Request(id, prompt, self.eos, text, arrived_at=arrived_at)
+
+
+def check_length(prompt: Prompt, context: int) -> None:
+    """Raises BadRequest for an empty prompt, or one that exceeds a context of so many tokens with its answer."""
+    room = context - len(prompt.tokens)
+    if not prompt.tokens:
+        raise BadRequest("the prompt is empty", field="prompt")
+    if room < prompt.sampling.max_tokens:
+        raise BadRequest(
+            f"prompt ({len(prompt.tokens)} tokens) and max_tokens ({prompt.sampling.max_tokens}) exceed the context "
+            f"of {context} tokens",
+            field="max_tokens" if room > 0 else "prompt",
+        )

@@ -97,6 +97,11 @@ class RowMemory:
         return loan is not None
 
     @property
+    def lent(self) -> bool:
+        """Whether there is a loan. From any thread."""
+        return self._loan is not None
+
+    @property
     def loan_needed(self) -> bool:
         """Whether rows that fit into the budget do not fit beside the loan. From any thread."""
         return (loan := self._loan) is not None and loan.needed

@@ -151,7 +151,7 @@ class Seeds:
 
     def __init__(self, timed: Costs, draft: nn.Module | None) -> None:
         self.costs = timed
-        self._timed, self._draft = timed, draft
+        self.timed, self._draft = timed, draft
         self._ratios = {} if draft is None else {_shapes(draft): 1.0}
         """What a step of drafts with these weights costs, as a multiple of the one that was timed."""
 
@@ -170,7 +170,7 @@ class Seeds:
                 return self.costs
             self._ratios[shapes] = ratio * self._ratios[_shapes(self._draft)]
         self._draft = draft
-        self.costs = self._timed.scaled(self._ratios[shapes])
+        self.costs = self.timed.scaled(self._ratios[shapes])
         return self.costs
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
@@ -15,6 +16,7 @@ from service import core
 from service.core import (
     BARE_DRAFT,
     AdapterRef,
+    AdapterRefused,
     EngineStatus,
     Failed,
     FinishReason,
@@ -31,13 +33,14 @@ from service.core import (
     panics_as_errors,
 )
 from service.engine import device
-from service.engine.adapters import Draft
+from service.engine.adapters import Draft, load_steps
 from service.engine.engine import Engine
 from service.engine.prefill import Prefill
 from service.engine.request import Request
 from service.engine.scheduler import Scheduler
 from service.engine.staging import Staging
 from service.engine.ticket import Place, Ticket
+from service.engine.unloading import IdleTimer, Unloaded
 from service.engine.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -65,20 +68,23 @@ class Command:
 class EngineThread:
     """core.GenerationService, core.DraftSwitch and core.MemoryLender over one Engine.
 
-    `build` makes the Engine and runs on the thread itself, for MLX objects belong to the thread that made them. `on_fatal`
-    is called from the watchdog when the thread died or made no progress for `hang_seconds` while work was waiting. `on_submit`
-    is called from `submit` with every request, `on_wait` when one has to wait for a row; both must return at once.
+    `build` makes the Engine and runs on the thread itself, for MLX objects belong to the thread that made them. After
+    `idle_unload_seconds` without a request or a change (None: never) the engine is dropped with its weights and caches; the
+    next request has it made again, by `build` with what is known of the last one. `on_fatal` is called from the watchdog when
+    the thread died or made no progress for `hang_seconds` while work was waiting. `on_submit` is called from `submit` with
+    every request, `on_wait` when one has to wait for a row; both must return at once.
     """
 
     def __init__(
         self,
-        build: Callable[[], Engine],
+        build: Callable[[Unloaded | None], Engine],
         *,
         max_rows: int,
         max_waiting: int,
         recorder: GenerationSink,
         observer: RoundObserver,
         hang_seconds: float = 120.0,
+        idle_unload_seconds: float | None = None,
         on_fatal: Callable[[str], None] = lambda reason: None,
         on_submit: Callable[[], None] = lambda: None,
         on_wait: Callable[[], None] = lambda: None,
@@ -89,6 +95,9 @@ class EngineThread:
         self._on_submit = on_submit
         self._on_wait = on_wait
         self._engine: Engine | None = None
+        self._unloaded: Unloaded | None = None
+        """What is known of the engine while its weights are not in memory."""
+        self._idle = IdleTimer(idle_unload_seconds)
         self._scheduler = Scheduler(max_rows, max_waiting)
         self._flushes: list[Callable[[], None]] = []
         self._commands: deque[Command] = deque()
@@ -123,16 +132,16 @@ class EngineThread:
     def reserve(self) -> Place:
         """See core.GenerationService. Never waits for a round."""
         with self._condition:
-            self._serving_engine()
+            self._serving()
             self._scheduler.reserve()
         return Place(self._release)
 
     def submit(self, prompt: Prompt, sink: Sink, place: core.Place | None = None, *, route: str = "") -> Ticket:
         """See core.GenerationService. `sink` is called on the engine's thread."""
-        self._serving_engine().check(prompt)
+        self._serving().check(prompt)
         ticket = Ticket(prompt, sink, route)
         with self._condition:
-            self._serving_engine()
+            self._serving()
             # A place that was released meanwhile is no place.
             if place is None or not place.release():
                 self._scheduler.check_capacity()
@@ -168,26 +177,33 @@ class EngineThread:
         with self._condition:
             self._scheduler.release()
 
-    def _serving_engine(self) -> Engine:
-        if self._engine is None:
+    def _serving(self) -> Engine | Unloaded:
+        known = self._known
+        if known is None:
             raise Unavailable(self._watchdog.dead or "the server is starting")
         if self._watchdog.dead or self._draining or self._stopping:
             raise Unavailable(self._watchdog.dead or "the server is shutting down")
-        return self._engine
+        return known
+
+    @property
+    def _known(self) -> Engine | Unloaded | None:
+        """None until the engine has been loaded for the first time. From any thread: one of the two is set before the other
+        goes."""
+        return self._engine or self._unloaded or self._engine
 
     def status(self) -> EngineStatus:
         """See core.GenerationService. Not ready while loading or draining, after the thread died, or without progress for
-        half of `hang_seconds`."""
-        engine = self._engine
+        half of `hang_seconds`. Ready while unloaded."""
+        engine, known = self._engine, self._known
         idle = self._watchdog.idle_seconds
-        reason = self._watchdog.dead or ("" if engine is not None else "loading")
+        reason = self._watchdog.dead or ("" if known is not None else "loading")
         if not reason and self._draining:
             reason = "draining"
         if not reason and idle > self._watchdog.hang_seconds / 2:
             reason = f"no progress for {idle:.0f} s"
         return EngineStatus(
             ready=not reason,
-            reason=reason or "serving",
+            reason=reason or ("serving" if engine is not None else "unloaded"),
             rows=self._scheduler.rows,
             waiting=len(self._scheduler.waiting),
             idle_seconds=idle,
@@ -197,12 +213,16 @@ class EngineThread:
             kv_cache_usage=engine.decoder.memory.usage if engine else 0.0,
             prefix_disk_bytes=engine.decoder.prefixes.disk_bytes if engine else 0,
             speedup=engine.decoder.planner.speedup.value if engine and engine.decoder.planner else 0.0,
+            loaded=engine is not None,
         )
 
     @property
     def active(self) -> int:
-        """See core.DraftSwitch. BARE_DRAFT while the models are loading, too."""
-        return self._engine.decoder.adapter if self._engine else BARE_DRAFT
+        """See core.DraftSwitch. BARE_DRAFT while the models are loading, too; while unloaded, what will draft again."""
+        known = self._known
+        if known is None:
+            return BARE_DRAFT
+        return known.adapter if isinstance(known, Unloaded) else known.decoder.adapter
 
     def stage(self, ref: AdapterRef | None) -> Future[Staged]:
         """See core.DraftSwitch. The future fails with Unavailable without a draft model, or once the thread died or is being
@@ -272,7 +292,8 @@ class EngineThread:
 
     def round_seconds(self, step: float = 1.0) -> tuple[float, ...] | None:
         """See core.DraftSwitch."""
-        planner = self._engine.decoder.planner if self._engine else None
+        known = self._known
+        planner = known.decoder.planner if isinstance(known, Engine) else known and known.planner
         return planner.round_seconds(step) if planner is not None else None
 
     def lend(self, wanted: int, least: int) -> Future[int]:
@@ -320,7 +341,7 @@ class EngineThread:
     @property
     def loading(self) -> bool:
         """The thread finds, loads or times models."""
-        return self._engine is None and self._thread.is_alive()
+        return self._known is None and self._thread.is_alive()
 
     def _command(self, run: Callable[[Engine], None], future: Future[Staged] | Future[None] | Future[int]) -> None:
         with self._condition:
@@ -337,17 +358,18 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            self._engine = self._build()
-            self._engine.decoder.runner.on_progress = self._watchdog.beat
+            self._load()
             while not self._stopping and self._watchdog.dead is None:
                 with panics_as_errors():
-                    self._turn(self._engine)
-            if self._draining and self._watchdog.dead is None:
-                end = time.monotonic() + SAVE_SECONDS
-                while self._engine.decoder.prefixes.save() and time.monotonic() < end:
-                    pass
+                    if self._engine is None:
+                        self._wait_unloaded()
+                    else:
+                        self._turn(self._engine)
+                        self._unload_when_idle()
+            if self._draining and self._watchdog.dead is None and self._engine is not None:
+                self._save_prefixes(self._engine)
         except Exception as error:
-            if self._engine is None:
+            if self._known is None:
                 # Whoever called start() gets the error, and ends the process in order.
                 self._watchdog.stop()
             if self._watchdog.dead is not None:
@@ -356,9 +378,82 @@ class EngineThread:
             # What the error says is enough where it is one of ours, such as a model that is not there.
             log.error("the engine stopped: %s", error, exc_info=not isinstance(error, RedraftError))
             # Everybody may read this. While requests run, what a library's error says may be of a prompt.
-            says = self._engine is None or isinstance(error, RedraftError)
+            says = self._known is None or isinstance(error, RedraftError)
             self._watchdog.dead = f"the engine stopped: {type(error).__name__}" + (f": {error}" if says else "")
             self._fail_everyone(error if isinstance(error, RedraftError) else Unavailable(self._watchdog.dead))
+
+    def _load(self) -> None:
+        """Make the engine. Raises what `build` raises."""
+        before = self._unloaded
+        engine = self._build(before)
+        engine.decoder.runner.on_progress = self._watchdog.beat
+        self._reported_failures = self._reported_read = 0
+        if before is not None and before.ref is not None and engine.base is not None:
+            try:
+                for draft in load_steps(engine.base.model, before.ref, engine.provenance.draft):
+                    if draft is not None:
+                        engine.decoder.switch(draft)
+            except AdapterRefused as error:
+                # The supervisor sees that another one serves than the active one, and handles it.
+                log.warning("after loading the models again, the bare draft serves: %s", error)
+        self._engine, self._unloaded = engine, None
+        self._idle.used()
+
+    def _unload_when_idle(self) -> None:
+        """Drop the engine, its weights and its caches, where nothing has been asked of it for long."""
+        engine = self._engine
+        if engine is None or not self._idle.due or engine.decoder.memory.lent:
+            return
+        self._save_prefixes(engine)
+        with self._condition:
+            if self._scheduler.unfinished or self._commands or self._stopping:
+                return
+            self._unloaded, self._engine = Unloaded.of(engine), None
+        del engine
+        # Modules and their hooks refer to each other.
+        gc.collect()
+        device.release_cache()
+        log.info("the models were unloaded after %.0f minutes without a request", self._idle.minutes)
+
+    def _wait_unloaded(self) -> None:
+        """Wait until something is asked of the engine, then load it. Where that fails, what waits gets the error, and the next
+        request tries again."""
+        # Loading may take any time.
+        self._watchdog.rest()
+        with self._condition:
+            while not (self._scheduler.waiting or self._commands or self._stopping):
+                self._condition.wait()
+            if self._stopping:
+                return
+        started_at = time.perf_counter()
+        try:
+            self._load()
+        except (RedraftError, OSError, RuntimeError, ValueError) as error:
+            log.error("the models could not be loaded again: %s", error, exc_info=not isinstance(error, RedraftError))
+            says = str(error) if isinstance(error, RedraftError) else type(error).__name__
+            self._fail_everyone(Unavailable(f"the models could not be loaded again: {says}"))
+            gc.collect()
+            device.release_cache()
+            return
+        log.info("the models were loaded again in %.1f s", time.perf_counter() - started_at)
+        self._refuse_too_long()
+
+    def _refuse_too_long(self) -> None:
+        """End requests that were taken while the engine was unloaded, and do not fit into the memory that it has now."""
+        assert self._engine is not None
+        for ticket in list(self._scheduler.waiting):
+            try:
+                self._engine.check(ticket.prompt)
+            except RedraftError as error:
+                with self._condition:
+                    self._scheduler.waiting.remove(ticket)
+                ticket.send(Failed(error))
+        self._flush()
+
+    def _save_prefixes(self, engine: Engine) -> None:
+        end = time.monotonic() + SAVE_SECONDS
+        while engine.decoder.prefixes.save() and time.monotonic() < end:
+            pass
 
     def _turn(self, engine: Engine) -> None:
         self._watchdog.beat()
@@ -381,6 +476,7 @@ class EngineThread:
     def _run_commands(self, engine: Engine) -> None:
         """Make the changes that were asked for, and one step of loading an adapter."""
         while self._commands:
+            self._idle.used()
             command = self._commands.popleft()
             try:
                 command.run(engine)
@@ -527,6 +623,7 @@ class EngineThread:
                 self._condition.wait(LOAN_SECONDS)
             return
         if self._busy() or self._commands or engine.decoder.unfinished:
+            self._idle.used()
             return
         with self._condition:
             if self._scheduler.waiting or self._commands or self._stopping:

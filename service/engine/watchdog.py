@@ -46,10 +46,15 @@ class Watchdog:
         """Called by the watched thread when it makes progress."""
         self._beat = time.monotonic()
 
+    def rest(self) -> None:
+        """Stop watching until the next beat. Called by the watched thread before something that may take any time."""
+        self._beat = None
+
     @property
     def idle_seconds(self) -> float:
-        """Seconds since the last beat while there is work; 0 without work, and before the first beat."""
-        return time.monotonic() - self._beat if self._beat is not None and self._busy() else 0.0
+        """Seconds since the last beat while there is work; 0 without work, before the first beat, and while it rests."""
+        beat = self._beat
+        return time.monotonic() - beat if beat is not None and self._busy() else 0.0
 
     def _watch(self) -> None:
         while not self._stopped.wait(min(1.0, self.hang_seconds / 4)):

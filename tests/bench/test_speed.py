@@ -132,7 +132,9 @@ def test_a_long_prompt_does_not_hold_up_a_running_stream(pair: Pair) -> None:
     decoder = TimedDecoder(pair.target.model, base, vocabulary=pair.vocabulary, k=3, prefix=PrefixCache(512 * 2**20))
     decoder.chunks = []
     engine = Engine(decoder, base, frozenset(), 4096, pair.provenance, lambda: pair.target.tokenizer.detokenizer)
-    thread = EngineThread(lambda: engine, max_rows=4, max_waiting=4, recorder=NoObserver(), observer=NoObserver())
+    thread = EngineThread(
+        lambda before: engine, max_rows=4, max_waiting=4, recorder=NoObserver(), observer=NoObserver()
+    )
     times: list[float] = []
     running, read = threading.Event(), threading.Event()
 

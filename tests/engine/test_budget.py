@@ -57,8 +57,8 @@ class BudgetHarness(EngineHarness):
         self.others: list[Page] = []
         """Pages that pools have beyond the budget."""
 
-    def build(self) -> Engine:
-        engine = super().build()
+    def build(self, before: Unloaded | None = None) -> Engine:
+        engine = super().build(before)
         row = of_keys_and_values(tiny_llama(0), noisy_copy(tiny_llama(0), 1, 0.3) if engine.base else None)
         budget = Budget(self.positions * row.first * (1 if current().paged else GROWING), row)
         engine.decoder.memory.limit(budget)

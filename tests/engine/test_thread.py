@@ -48,10 +48,12 @@ from service.core import (
 from service.engine.adapters import bare
 from service.engine.decoder import Decoder
 from service.engine.engine import Engine
+from service.engine.kv.budget import Budget, RowBytes
 from service.engine.kv.prefix import BLOCK, PrefixCache
 from service.engine.prefill import Pace
 from service.engine.rounds import RoundReport
-from service.engine.thread import EngineThread
+from service.engine.thread import IDLE_SECONDS, EngineThread
+from service.engine.unloading import Unloaded
 from service.learning import lora
 from service.models.fingerprint import folder_sha256
 from tests.support.oracle import filtered_logprobs, forced, naive, noisy_copy, tiny_llama
@@ -195,10 +197,13 @@ class EngineHarness:
         waiting: int = 64,
         hang_seconds: float = 60.0,
         noise: float = 0.3,
+        idle_unload_seconds: float | None = None,
         detokenizer: Callable[[], LetterDetokenizer] = LetterDetokenizer,
     ) -> None:
         self.hooks, self.noise, self.detokenizer = (target, draft), noise, detokenizer
         self.engine: Engine | None = None
+        self.context, self.builds = 1024, 0
+        self.on_build: Callable[[], object] = lambda: None
         self.generations: list[Generation] = []
         self.observed: list[tuple[Round, ...]] = []
         self.preemptions = 0
@@ -213,10 +218,11 @@ class EngineHarness:
             recorder=self,
             observer=self,
             hang_seconds=hang_seconds,
+            idle_unload_seconds=idle_unload_seconds,
             on_fatal=self.fatal.set_result,
         )
 
-    def build(self) -> Engine:
+    def build(self, before: Unloaded | None = None) -> Engine:
         target, draft = self.hooks
         base = bare(HookedModel(noisy_copy(tiny_llama(0), 1, self.noise), draft)) if draft is not None else None
         decoder = Decoder(
@@ -229,7 +235,9 @@ class EngineHarness:
             prefix=PrefixCache(2**24),
             key=mx.random.key(5),
         )
-        self.engine = Engine(decoder, base, EOS, 1024, WHO, self.detokenizer)
+        self.builds += 1
+        self.on_build()
+        self.engine = Engine(decoder, base, EOS, self.context, WHO, self.detokenizer)
         return self.engine
 
     def record(self, generation: Generation) -> None:
@@ -337,7 +345,7 @@ def decoding(fed: mx.array) -> bool:
 class MeasuringHarness(EngineHarness):
     """Measures the costs of rounds before it serves."""
 
-    def build(self) -> Engine:
+    def build(self, before: Unloaded | None = None) -> Engine:
         engine = super().build()
         engine.decoder.adaptive = True
         engine.decoder.profile(1)
@@ -400,7 +408,7 @@ class SlowPrefill:
 class WideHarness(EngineHarness):
     """With chunks of 256 tokens, of which running requests wait for no more than 0.2 s."""
 
-    def build(self) -> Engine:
+    def build(self, before: Unloaded | None = None) -> Engine:
         engine = super().build()
         engine.decoder.prefill_chunk, engine.decoder.pace = 256, Pace(0.2)
         return engine
@@ -449,7 +457,7 @@ def test_the_prompt_time_includes_waiting_for_a_row() -> None:
 class GatheringHarness(EngineHarness):
     """Prompts wait for others, as on CUDA, for longer than a test takes."""
 
-    def build(self) -> Engine:
+    def build(self, before: Unloaded | None = None) -> Engine:
         engine = super().build()
         engine.decoder.strategy = replace(engine.decoder.strategy, gather_seconds=PATIENCE)
         run, self.joining = engine.decoder.round, list[int]()
@@ -520,7 +528,7 @@ def test_a_thread_that_is_stopped_while_it_loads_ends_at_once() -> None:
     loading, loaded = threading.Event(), threading.Event()
 
     class Slow(EngineHarness):
-        def build(self) -> Engine:
+        def build(self, before: Unloaded | None = None) -> Engine:
             loading.set()
             assert loaded.wait(PATIENCE)
             return super().build()
@@ -543,7 +551,7 @@ def test_a_thread_that_is_stopped_while_it_loads_ends_at_once() -> None:
 
 def test_a_model_that_cannot_be_loaded_raises_from_start_and_is_not_fatal() -> None:
     class Without(EngineHarness):
-        def build(self) -> Engine:
+        def build(self, before: Unloaded | None = None) -> Engine:
             raise RuntimeError("no such model")
 
     harness = Without(hang_seconds=0.04)
@@ -607,7 +615,7 @@ def test_cached_prompt_tokens_are_reported_separately() -> None:
 
 def test_start_and_submit_raise_the_loading_error() -> None:
     class Empty(EngineHarness):
-        def build(self) -> Engine:
+        def build(self, before: Unloaded | None = None) -> Engine:
             raise PairError("they do not belong together")
 
     harness = Empty(hang_seconds=1.0)
@@ -1353,3 +1361,59 @@ def test_what_fails_to_forget_says_so_and_the_thread_goes_on(monkeypatch: pytest
         harness.thread.forget(Selection(everything=True)).result(PATIENCE)
     with pytest.raises(Unavailable):
         harness.thread.forget(Selection(everything=True)).result(PATIENCE)
+
+
+def test_requests_that_come_while_the_models_are_unloaded_get_the_targets_own_tokens() -> None:
+    with EngineHarness(idle_unload_seconds=0.05) as engine:
+        for turn in range(7):
+            clients = [engine.submit(prompt(4 * turn + i)) for i in range(turn % 3 + 1)]
+            for client in clients:
+                client.finished()
+            # At times just before, at and after the moment at which it unloads.
+            time.sleep(IDLE_SECONDS + 0.02 * (turn - 3))
+        wait_for(lambda: not engine.thread.status().loaded, "it unloads")
+        assert engine.builds > 2
+
+
+def test_memory_that_is_lent_keeps_the_models_loaded() -> None:
+    with EngineHarness(idle_unload_seconds=0.05) as engine:
+        assert engine.engine is not None
+        engine.engine.decoder.memory.limit(Budget(2**24, RowBytes(64)))
+        assert engine.thread.lend(2**20, 1).result(PATIENCE) == 2**20
+        time.sleep(1.5)
+        assert engine.builds == 1 and engine.thread.status().loaded
+        engine.thread.take_back()
+        wait_for(lambda: not engine.thread.status().loaded, "it unloads")
+
+
+def test_loading_again_may_take_longer_than_a_hang() -> None:
+    with EngineHarness(idle_unload_seconds=0.05, hang_seconds=0.4) as engine:
+        engine.submit(prompt(0)).finished()
+        wait_for(lambda: not engine.thread.status().loaded, "it unloads")
+        engine.on_build = lambda: time.sleep(1.5)
+        engine.submit(prompt(1)).finished()
+        assert engine.builds == 2 and not engine.fatal.done()
+
+
+def test_what_does_not_fit_after_loading_again_is_refused() -> None:
+    with EngineHarness(idle_unload_seconds=0.05) as engine:
+        wait_for(lambda: not engine.thread.status().loaded, "it unloads")
+        engine.context = 32
+        long, short = engine.submit(prompt(1, length=40)), engine.submit(prompt(2, length=5, tokens=8))
+        end = long.end()
+        assert isinstance(end, Failed) and isinstance(end.error, BadRequest) and "32 tokens" in str(end.error)
+        short.finished()
+
+
+def test_a_draft_that_cannot_be_loaded_again_leaves_the_bare_one(tmp_path: Path) -> None:
+    with EngineHarness(idle_unload_seconds=0.05) as engine:
+        [ref] = adapters(tmp_path, 0.05)
+        engine.thread.switch(engine.thread.stage(ref).result(PATIENCE)).result(PATIENCE)
+        wait_for(lambda: not engine.thread.status().loaded, "it unloads")
+        assert engine.thread.active == ref.id
+        engine.submit(prompt(1)).finished()
+        assert engine.thread.active == ref.id, "it drafts again"
+        wait_for(lambda: not engine.thread.status().loaded, "it unloads")
+        (ref.folder / "adapters.safetensors").unlink()
+        engine.submit(prompt(2)).finished()
+        assert engine.thread.active == BARE_DRAFT

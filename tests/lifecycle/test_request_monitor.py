@@ -13,6 +13,7 @@ from service.engine.adapters import bare
 from service.engine.decoder import Decoder
 from service.engine.engine import Engine
 from service.engine.thread import EngineThread
+from service.engine.unloading import Unloaded
 from service.lifecycle.child import Child, Pause
 from service.lifecycle.launcher import ProcessLauncher
 from service.lifecycle.request_monitor import RequestMonitor
@@ -68,7 +69,7 @@ class QueueSetup:
         self.thread.start(SECONDS)
         self.monitor.start()
 
-    def build(self) -> Engine:
+    def build(self, before: Unloaded | None = None) -> Engine:
         base = bare(noisy_copy(tiny_llama(0), 1, 0.3))
         decoder = Decoder(tiny_llama(0), base, vocabulary=97, k=3, prefill_chunk=16)
         return Engine(decoder, base, frozenset(), 2048, Provenance("t", "k", "d"), Noop)

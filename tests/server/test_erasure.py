@@ -160,7 +160,7 @@ def keep_targets(server: InProcessServer, root: Path) -> list[int]:
     application = server._application
     assert application is not None
     generations = application.stores.generations
-    who = application._serving.pair.provenance  # pyright: ignore[reportOptionalMemberAccess]
+    who = application._serving.provenance  # pyright: ignore[reportOptionalMemberAccess]
     for made in generations.by_ids(generations.names_after(who, 0, 9)):
         assert made.targets is not None
         TargetCache(root / "home" / "targets", who.target).store(made, made.targets)
@@ -199,7 +199,7 @@ def check(
 ) -> None:
     prefixes, application = root / "prefixes", server._application
     assert application is not None and application._serving is not None
-    encode = application._serving.pair.target.tokenizer.encode
+    encode = application._serving.tokenizer.encode
     decoder = application.engine_thread._engine.decoder  # pyright: ignore[reportOptionalMemberAccess]
 
     def secrets() -> tuple[list[list[int]], list[str]]:

@@ -47,7 +47,7 @@ def test_a_request_gets_the_memory_of_a_run_that_costs_nothing(tmp_path: Path) -
             found = server.get(f"/runs/{run}")
         assert found["error"] == MEMORY_NEEDED
         assert application._serving is not None
-        who = application._serving.pair.provenance
+        who = application._serving.provenance
         assert application.stores.training_texts.untrained(who).generations > 0
     finally:
         server.stop()

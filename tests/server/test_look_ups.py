@@ -81,7 +81,7 @@ def test_what_is_read_from_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixt
         until(lambda: recorded(server) == 1)
         here = application(server)
         assert here._serving is not None
-        who = here._serving.pair.provenance
+        who = here._serving.provenance
 
         def read() -> list[tuple[str, list[int]]]:
             return [(salt, list(tokens)) for salt, tokens in logged_outputs(here.stores, here.settings, who, 10_000)]
