@@ -22,6 +22,7 @@ from service.engine.request import Request
 from service.engine.scheduler import Scheduler
 from service.engine.strategy import CPU, CUDA, METAL, PAGE, STEP, Strategy, current, using
 from service.engine.ticket import Ticket
+from service.engine.unloading import Unloaded
 from tests.engine.test_thread import (
     BlockingHook,
     Client,
