@@ -272,10 +272,18 @@ class LocalLoop:
             self.supervisor.tick()
         return self.stores.runs.get(run.id)
 
-    def serve(self, requests: Sequence[Generation], history: History, *, watched: bool = True) -> None:
+    def serve(
+        self,
+        requests: Sequence[Generation],
+        history: History,
+        *,
+        watched: bool = True,
+        on_run: Callable[[], None] = lambda: None,
+    ) -> None:
         """Take these answers as one part of the traffic, in order, and add what happened to `history`.
 
-        After each request the supervisor ticks until it is idle. watched: False ends every watch, as an operator can.
+        After each request the supervisor ticks until it is idle. watched: False ends every watch, as an operator can. on_run:
+        called when a run has ended, while the files of its adapter are there.
         """
         at = 0
         while at < len(requests):
@@ -285,7 +293,10 @@ class LocalLoop:
                 at += 1
                 self.record([one.generation])
                 self.tick_until_idle()
+                runs = len(history.runs)
                 self._add_runs(history)
+                if len(history.runs) > runs:
+                    on_run()
                 if self.drafts.active != active:
                     if not watched:
                         self.supervisor.activate(self.drafts.active)

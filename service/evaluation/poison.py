@@ -149,13 +149,17 @@ def run_poison(
 
 
 def _attack(loop: LocalLoop, attack: str, traffic: Sequence[Generation], unseen: Sequence[Generation]) -> Poisoned:
-    history = History()
-    loop.serve(traffic, history)
-    made = [ref.id for ref in loop.stores.adapters.all()]
-    bare, serving, *candidates = (
-        _quality(loop.pair, loop.model(adapter), unseen) for adapter in (BARE_DRAFT, loop.drafts.active, *made)
-    )
-    return Poisoned(attack, len(traffic), history, bare, serving, candidates)
+    history, candidates = History(), dict[int, DraftQuality]()
+
+    def judge() -> None:
+        """The files of a rejected candidate are deleted once there is another."""
+        for ref in loop.stores.adapters.all()[:1]:
+            if ref.id not in candidates:
+                candidates[ref.id] = _quality(loop.pair, loop.model(ref.id), unseen)
+
+    loop.serve(traffic, history, on_run=judge)
+    bare, serving = (_quality(loop.pair, loop.model(adapter), unseen) for adapter in (BARE_DRAFT, loop.drafts.active))
+    return Poisoned(attack, len(traffic), history, bare, serving, list(candidates.values()))
 
 
 def _from(generation: Generation, client: str | None) -> Generation:

@@ -20,6 +20,9 @@ from service.models.arrays import named_arrays
 
 WEIGHTS, CONFIG = "adapters.safetensors", "adapter_config.json"
 _LEAVES = frozenset({"lora_a", "lora_b"})
+_NOT_ADAPTED = frozenset({"altup", "indexer"})
+"""Parts of a block whose linear layers get no LoRA. mlx-lm reads the weights of gemma3n's AltUp directly, which a LoRA layer
+does not have; the indexer of DeepSeek V3.2 and GLM chooses positions, and has no gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +49,20 @@ class Counts:
 
 
 def wrap(model: nn.Module, *, rank: int, scale: float, seed: int) -> Shape:
-    """Freeze the model, then add LoRA to every linear layer of its blocks (not to embeddings and head). Returns the shape.
+    """Freeze the model, then add LoRA to every linear layer of its blocks that can learn (not to embeddings and head). Returns
+    the shape.
 
     A is drawn from `seed`, B is 0, so the model's output does not change. Quantised layers stay quantised (QLoRA, arXiv
     2305.14314). Raises TrainingFailed when the blocks have no linear layer.
     """
     blocks = cast("list[nn.Module]", model.layers)
     linear = (nn.Linear, nn.QuantizedLinear)
-    keys = {name for block in blocks for name, module in block.named_modules() if isinstance(module, linear)}
+    keys = {
+        name
+        for block in blocks
+        for name, module in block.named_modules()
+        if isinstance(module, linear) and _NOT_ADAPTED.isdisjoint(name.split("."))
+    }
     if not keys:
         raise TrainingFailed("this draft's blocks have no linear layer to adapt")
     shape = Shape(rank, scale, tuple(sorted(keys)), len(blocks))

@@ -1387,10 +1387,9 @@ def test_memory_that_is_lent_keeps_the_models_loaded() -> None:
 
 
 def test_loading_again_may_take_longer_than_a_hang() -> None:
-    with EngineHarness(idle_unload_seconds=0.05, hang_seconds=0.4) as engine:
-        engine.submit(prompt(0)).finished()
+    with EngineHarness(idle_unload_seconds=0.05, hang_seconds=2.0) as engine:
         wait_for(lambda: not engine.thread.status().loaded, "it unloads")
-        engine.on_build = lambda: time.sleep(1.5)
+        engine.on_build = lambda: time.sleep(3.0)
         engine.submit(prompt(1)).finished()
         assert engine.builds == 2 and not engine.fatal.done()
 

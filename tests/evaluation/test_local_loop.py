@@ -60,16 +60,16 @@ def test_the_loop_learns_from_what_it_is_given(
     monkeypatch.setattr("service.evaluation.local_loop.RENEW_SECONDS", 0.2)
     monkeypatch.setattr("service.store.processes.members.LEASE_SECONDS", 1.0)
     training = TrainingSettings(
-        run_here=False, enabled=False, min_cases=60, min_tokens=300, epochs=4, rank=8, learning_rate=2e-2
+        run_here=False, enabled=False, min_cases=60, min_tokens=300, epochs=8, rank=8, learning_rate=2e-2
     )
     chosen = settings.model_copy(
-        update={"training": training, "gate": GateSettings(min_prompts=3, min_tokens=40, bootstrap=200)}
+        update={"training": training, "gate": GateSettings(min_prompts=9, min_tokens=100, bootstrap=200)}
     )
     reduced = Path(shutil.copytree(models[1], tmp_path / "draft"))
     vocabulary.write(range(40, 240), reduced)
     models = models[0], reduced
     pair = load_pair(*models)
-    asked = prompts_of("a", 36)
+    asked = prompts_of("a", 60)
     requests = greedy_answers(pair, asked, settings.home, "", max_tokens=16, rows=16, on_progress=silent)
     loop, history = LocalLoop(chosen, pair, models, None, tmp_path / "loop"), History()
     try:
