@@ -186,6 +186,7 @@ class Application:
             operator=supervisor,
             metrics=self.metrics,
             limits=Limits(
+                max_answers=settings.engine.max_rows + settings.engine.max_waiting,
                 max_body_bytes=settings.server.max_body_bytes,
                 request_timeout=settings.server.request_timeout,
                 keepalive_seconds=settings.server.keepalive_seconds,

@@ -46,8 +46,8 @@ class ForcedCalls:
 class Asked:
     """One prompt (a chat, a text, or token ids) and how it is to be answered. max_tokens: None for `default_max_tokens`, or for
     as many as the context holds where that is None too. split: reasoning and calls in the answer to a chat are split from its
-    text. capped: a max_tokens that the context cannot hold is lowered instead of refused. prompt_field, max_tokens_field: their
-    names in the request, for errors."""
+    text. capped: a max_tokens that the context cannot hold is lowered instead of refused. bad_words: texts that are never said.
+    prompt_field, max_tokens_field: their names in the request, for errors."""
 
     prompt: Chat | str | Sequence[int]
     sampling: Sampling
@@ -64,6 +64,7 @@ class Asked:
     grammar: Grammar | None = None
     forced_calls: ForcedCalls | None = None
     split: bool = True
+    bad_words: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,7 @@ class Frontend:
         only at an answer's end. route: the request's path. Raises BadRequest, Overloaded, Unavailable."""
         for one in asked:
             check_size(one, self.limits)
+        self._check_count(asked, each)
         seconds = self.limits.request_timeout
         exchange = Exchange(self.metrics, self.mailbox, seconds, live=live, per_prompt=each)
         with ExitStack() as held:
@@ -123,9 +125,20 @@ class Frontend:
                 raise
         return exchange, made
 
+    def _check_count(self, asked: Sequence[Asked], each: int) -> None:
+        """Raises BadRequest for more answers than there are rows and places in the queue."""
+        most, count = self.limits.max_answers, len(asked) * each
+        if most is None or count <= most:
+            return
+        what = f"{count} answers" if len(asked) == 1 else f"{len(asked)} prompts with {each} answers each"
+        raise BadRequest(
+            f"{what} are more than the {most} that run and wait at once (engine.max_rows and engine.max_waiting)",
+            field="n" if each > 1 else asked[0].prompt_field,
+        )
+
     def _encoded(self, asked: Sequence[Asked], each: int) -> tuple[list[Prompt], list[Answer]]:
         """The prompts, and their answers before anything of them is there. Waits for the tokenizer."""
-        prompts = [to_prompt(one, self.encoder, self.limits, self.openings) for one in asked]
+        prompts = [to_prompt(one, self.encoder, self.limits, self.openings, self.defaults) for one in asked]
         return prompts, [self._answer(one) for one in asked for _ in range(each)]
 
     def _answer(self, asked: Asked) -> Answer:
@@ -163,8 +176,9 @@ def check_size(asked: Asked, limits: Limits) -> None:
         raise ContextExceeded(f"{asked.prompt_field} is too long: {reason}", field=asked.prompt_field)
 
 
-def to_prompt(asked: Asked, encoder: Encoder, limits: Limits, openings: Openings) -> Prompt:
-    """What is asked as the engine takes it, encoded. Raises BadRequest naming the field that cannot be served."""
+def to_prompt(asked: Asked, encoder: Encoder, limits: Limits, openings: Openings, defaults: Sampling) -> Prompt:
+    """What is asked as the engine takes it, encoded. defaults: the model's own sampling. Raises BadRequest naming the field
+    that cannot be served."""
     wanted, name = asked.max_tokens, asked.max_tokens_field
     if wanted is not None and wanted > limits.max_tokens and not asked.capped:
         raise BadRequest(f"{name} is {limits.max_tokens} at most", field=name)
@@ -179,17 +193,32 @@ def to_prompt(asked: Asked, encoder: Encoder, limits: Limits, openings: Openings
         reason = f"{len(tokens)} prompt tokens leave room for {left} in a context of {limits.max_context}"
         raise ContextExceeded(f"{name} is too large: {reason}", field=name)
     most = min(wanted or asked.default_max_tokens or left, limits.max_tokens, left)
+    sampling = replace(asked.sampling, max_tokens=most, bad_words=_bad_words(asked, encoder))
+    if sampling.min_tokens > most:
+        raise BadRequest(f"min_tokens is {most} at most here: the answer may have no more tokens", field="min_tokens")
+    if any(token >= encoder.vocabulary for token in sampling.stop_token_ids):
+        raise BadRequest(f"token ids are below {encoder.vocabulary}", field="stop_token_ids")
     return Prompt(
         tokens,
-        replace(asked.sampling, max_tokens=most),
+        sampling,
         domain=asked.domain,
         client=asked.client,
         store=asked.store,
+        bent=sampling.bends(defaults),
         first_user=_first_user(asked, openings),
         logprobs=asked.logprobs,
         num_draft_tokens=asked.num_draft_tokens,
         constraint=encoder.constraint(grammar, options) if grammar is not None else None,
     )
+
+
+def _bad_words(asked: Asked, encoder: Encoder) -> tuple[tuple[int, ...], ...]:
+    """Token ids of what is never said. Raises BadRequest for a text without tokens."""
+    found = [encoder.encode_word(word) for word in asked.bad_words]
+    if not all(found):
+        raise BadRequest("a text without tokens cannot be kept from being said", field=f"bad_words.{found.index(())}")
+    # Without a logit a token is never said, nor is a text that has it.
+    return tuple(dict.fromkeys(ids for each in found for ids in each if max(ids) < encoder.vocabulary))
 
 
 def _grammar(asked: Asked, encoder: Encoder) -> Grammar | None:

@@ -83,6 +83,13 @@ def sampling(
     seed: int | None = None,
     stop: Iterable[str] = (),
     logit_bias: Mapping[int, float] | None = None,
+    repetition_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    frequency_penalty: float | None = None,
+    min_tokens: int | None = None,
+    ignore_eos: bool | None = None,
+    stop_token_ids: Iterable[int] | None = None,
+    include_stop: bool | None = None,
 ) -> Sampling:
     """How a request samples. defaults: for what it does not say."""
     return Sampling(
@@ -93,6 +100,13 @@ def sampling(
         seed=wrapped(seed),
         stop=tuple(stop),
         logit_bias=tuple((logit_bias or {}).items()),
+        repetition_penalty=defaults.repetition_penalty if repetition_penalty is None else repetition_penalty,
+        presence_penalty=presence_penalty or 0.0,
+        frequency_penalty=frequency_penalty or 0.0,
+        min_tokens=min_tokens or 0,
+        ignore_eos=bool(ignore_eos),
+        stop_token_ids=tuple(stop_token_ids or ()),
+        include_stop=bool(include_stop),
     )
 
 

@@ -56,6 +56,13 @@ def _asked(body: GenerateRequest) -> Asked:
         min_p=body.min_p,
         seed=wrapped(body.seed),
         stop=tuple(body.stop or ()),
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        min_tokens=body.min_tokens,
+        ignore_eos=body.ignore_eos,
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        include_stop=body.include_stop_str_in_output,
     )
     return Asked(
         _prompt(body),
@@ -68,6 +75,7 @@ def _asked(body: GenerateRequest) -> Asked:
         store=body.store,
         num_draft_tokens=body.num_draft_tokens,
         split=False,
+        bad_words=body.bad_words or (),
     )
 
 

@@ -20,7 +20,8 @@ class Limits:
     """Limits of one request. Times in seconds; max_tokens bounds an answer, max_context prompt and answer together.
 
     max_prompt_bytes: a prompt of more bytes (UTF-8) has more than max_context tokens, whatever it says, and is refused
-    before it is tokenised; None: unknown.
+    before it is tokenised; None: unknown. max_answers: a request for more answers than the rows and the queue hold can never
+    be served; None: unknown.
     """
 
     max_body_bytes: int
@@ -29,6 +30,7 @@ class Limits:
     max_tokens: int
     max_context: int
     max_prompt_bytes: int | None = None
+    max_answers: int | None = None
 
 
 class QueueLimit:

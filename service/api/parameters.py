@@ -18,7 +18,8 @@ MAX_TOOLS = 256
 MAX_NAME_CHARS = 128
 
 Temperature = Annotated[Number, Field(ge=0, le=10)]
-TopP = Annotated[Number, Field(gt=0, le=1)]
+TopP = Annotated[Number, Field(ge=0, le=1)]
+"""0: the most likely token alone."""
 MinP = Annotated[Number, Field(ge=0, le=1)]
 NewSeed = Annotated[Whole, INTEGRAL]
 Seed = Annotated[NewSeed | None, BeforeValidator(minus_one_is_none, json_schema_input_type=NewSeed | None)]

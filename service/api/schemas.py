@@ -15,6 +15,8 @@ MAX_STOP_CHARS = 256
 MAX_TAG_CHARS = 128
 MAX_MESSAGES = 1024
 MAX_IDS = 1000
+MAX_STOP_TOKENS = 1024
+MAX_BAD_WORDS = 1024
 DEFAULTS = Sampling()
 
 
@@ -35,6 +37,16 @@ Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Tokens = Annotated[Whole, Field(ge=1, lt=2**31), INTEGRAL]
 DraftTokens = Annotated[Whole, Field(ge=0, le=64), INTEGRAL]
 StopString = Annotated[str, Field(strict=True, min_length=1, max_length=MAX_STOP_CHARS)]
+
+
+TokenId = Annotated[Whole, Field(ge=0, lt=2**31), INTEGRAL]
+StopTokens = Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)]
+BadWords = Annotated[list[StopString], Field(max_length=MAX_BAD_WORDS)]
+LeastTokens = Annotated[Whole, Field(ge=0, lt=2**31), INTEGRAL]
+Penalty = Annotated[Number, Field(ge=-2, le=2)]
+"""Added up; 0: none."""
+RepetitionPenalty = Annotated[Number, Field(ge=0.01, le=10)]
+"""A factor; 1: none."""
 
 
 def _finite_or_none(value: object) -> object:
@@ -112,12 +124,26 @@ class GenerateRequest(RequestModel):
     """Tokens of the answer, at most; None: 256, or as many as fit in the context. `finish_reason` is "length" where it cut."""
     temperature: Annotated[Number, Field(ge=0, le=10)] = DEFAULTS.temperature
     """0, and anything below 1e-5, is greedy."""
-    top_p: Annotated[Number, Field(gt=0, le=1)] = DEFAULTS.top_p
+    top_p: Annotated[Number, Field(ge=0, le=1)] = DEFAULTS.top_p
+    """0: the most likely token alone."""
     top_k: Annotated[Whole, Field(ge=0, lt=2**31), INTEGRAL] = DEFAULTS.top_k
     min_p: Annotated[Number, Field(ge=0, le=1)] = DEFAULTS.min_p
     seed: Annotated[Whole, Field(ge=0), INTEGRAL] | None = None
     stop: Stops | None = None
     """One string or several."""
+    repetition_penalty: RepetitionPenalty = DEFAULTS.repetition_penalty
+    presence_penalty: Penalty = DEFAULTS.presence_penalty
+    frequency_penalty: Penalty = DEFAULTS.frequency_penalty
+    bad_words: BadWords | None = None
+    """Texts whose tokens are never said."""
+    min_tokens: LeastTokens = DEFAULTS.min_tokens
+    """No end comes before so many tokens."""
+    ignore_eos: Flag = DEFAULTS.ignore_eos
+    """The model's own end ends nothing."""
+    stop_token_ids: StopTokens | None = None
+    """Tokens that end the answer."""
+    include_stop_str_in_output: Flag = DEFAULTS.include_stop
+    """The stop string or token is part of the text."""
     stream: Flag = False
     domain: Tag | None = None
     client: Tag | None = None

@@ -24,9 +24,18 @@ class Sampling:
     """How tokens are drawn. Filters act on the distribution at T = 1 in mlx-lm's order (top-p, min-p, top-k), then the
     temperature is applied.
 
-    A temperature below GREEDY_BELOW is greedy. top_p 1.0, min_p 0.0 and top_k 0 switch a filter off. logit_bias: pairs of a
-    token and what is added to its logit before all else. A seed makes the output a function of (target, prompt, sampling, seed)
-    alone, whatever the draft does.
+    A temperature below GREEDY_BELOW is greedy, and so is top_p 0. top_p 1.0, min_p 0.0 and top_k 0 switch a filter off.
+    logit_bias: pairs of a token and what is added to its logit before all else. A seed makes the output a function of (target,
+    prompt, sampling, seed) alone, whatever the draft does.
+
+    The penalties change the logits before the filters, by vLLM's definitions: repetition_penalty divides the positive logits of
+    tokens that are in the prompt or the output, and multiplies the others; frequency_penalty is subtracted once for each time
+    that the output has a token, presence_penalty once if it has it. bad_words: token sequences that are never completed in the
+    output.
+
+    min_tokens: no token that ends the answer comes before so many others. ignore_eos: the model's own end tokens end nothing.
+    stop_token_ids: other tokens that end the answer. include_stop: the stop string, or the token of stop_token_ids, that ended
+    the answer is part of its text.
     """
 
     temperature: float = 0.0
@@ -37,11 +46,37 @@ class Sampling:
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False
 
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is taken, without any draw."""
-        return self.temperature < GREEDY_BELOW
+        return self.temperature < GREEDY_BELOW or self.top_p == 0.0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether a token's logit depends on how often the text has it."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def bends(self, usual: Sampling) -> bool:
+        """Whether answers say little of what the target says by itself: their logits are changed in a way that is not `usual`
+        for the model, or they go on behind their end."""
+        return bool(
+            self.logit_bias
+            or self.repetition_penalty not in (1.0, usual.repetition_penalty)
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.bad_words
+            or self.min_tokens
+            or self.ignore_eos
+        )
 
     @property
     def filtered(self) -> bool:
@@ -134,6 +169,8 @@ class Prompt:
     """Name of the key that it came with, to which its client belongs."""
     store: bool = True
     """False: nothing of this request may be written anywhere."""
+    bent: bool = False
+    """The answer says little of the target (`Sampling.bends`), so that it is not recorded."""
     first_user: str = ""
     """The first user message that is not part of a common opening (api.openings). It names the conversation and decides the
     train / held-out split by its hash (store.log.generations)."""
@@ -209,7 +246,7 @@ class Targets:
 
 
 class FinishReason(StrEnum):
-    """Why a request ended: STOP: an end-of-sequence token or a stop string; LENGTH: max_tokens; CANCELLED:
+    """Why a request ended: STOP: an end-of-sequence token, a stop token or a stop string; LENGTH: max_tokens; CANCELLED:
     given up before its end."""
 
     STOP = "stop"
@@ -233,7 +270,8 @@ class Generation:
 
     logprobs: target log-probability of each output token at T = 1. sampled_logprobs: the same after the sampling transform
     (0.0 when greedy). Both have one entry per output token. targets: None when not collected. grammar: what the answer had to
-    follow; all probabilities are over the tokens that it allowed.
+    follow; all probabilities are over the tokens that it allowed. A repetition penalty is in sampled_logprobs alone: logprobs
+    and targets are the target's own.
     """
 
     id: str

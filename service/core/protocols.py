@@ -195,6 +195,10 @@ class Encoder(Protocol):
         """Plain text, as a completion prompt (with the tokenizer's own leading special tokens)."""
         ...
 
+    def encode_word(self, text: str) -> tuple[tuple[int, ...], ...]:
+        """Token ids of a text inside another, without and with a space before it; none where it has no token."""
+        ...
+
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token stands for."""
         ...

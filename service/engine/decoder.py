@@ -400,9 +400,10 @@ class Decoder:
 
     @property
     def _alone(self) -> bool:
-        """No round over these rows is launched before the one before it was read: for what grammars force, or because recurrent
-        states depend on how many tokens stay."""
-        return self.strategy.launch_ahead and (self._waits_for_grammars or bool(self.batch.cache.states))
+        """No round over these rows is launched before the one before it was read: for what grammars force, because logits
+        depend on what was said, or because recurrent states depend on how many tokens stay."""
+        waits = self._waits_for_grammars or self._waits_for_tokens or bool(self.batch.cache.states)
+        return self.strategy.launch_ahead and waits
 
     @property
     def _drafts_alone(self) -> bool:
@@ -414,6 +415,11 @@ class Decoder:
     def _waits_for_grammars(self) -> bool:
         """So many rows have a grammar that what it forces, and look-ups for them, are worth a wait."""
         return self._many_grammars and self.lookup is not None and self.strategy.fits(len(self.batch.rows), 1)
+
+    @property
+    def _waits_for_tokens(self) -> bool:
+        """Some row's next logits depend on all of its tokens: penalties, bad words and least lengths (`history`)."""
+        return any(row.by_history for row in self.rows)
 
     @property
     def _many_grammars(self) -> bool:
@@ -533,8 +539,9 @@ class Decoder:
         return self.lookup.propose(rows, possible=self.strategy.fits(len(rows), 1), forced=forced)
 
     def _waits(self, found: Sequence[LookupProposal | None]) -> bool:
-        """Whether the next round is launched after this one was read: for look-ups, or for what grammars force."""
-        if self._waits_for_grammars:
+        """Whether the next round is launched after this one was read: for look-ups, for what grammars force, or because logits
+        depend on what was said."""
+        if self._waits_for_grammars or self._waits_for_tokens:
             return True
         return self.lookup is not None and self.lookup.waits(found, len(self.rows))
 

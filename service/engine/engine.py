@@ -37,7 +37,7 @@ class Engine:
 
     def new_request(self, id: str, prompt: Prompt, arrived_at: float) -> Request:
         """A request for a checked prompt, with its own detokenizer and stop strings. arrived_at: perf_counter."""
-        text = TextStream(self.detokenizer(), prompt.sampling.stop)
+        text = TextStream(self.detokenizer(), prompt.sampling.stop, include_stop=prompt.sampling.include_stop)
         return Request(id, prompt, self.eos, text, arrived_at=arrived_at)
 
 

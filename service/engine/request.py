@@ -27,6 +27,7 @@ from service.core import (
 from service.engine.acceptance import Acceptance
 from service.engine.drafters.lookup import NGramIndex
 from service.engine.evidence import Evidence
+from service.engine.history import TokenCounts
 from service.engine.top_logprobs import pack
 
 log = logging.getLogger(__name__)
@@ -54,20 +55,29 @@ class Detokenizer(Protocol):
 
 
 class TextStream:
-    """Streaming detokenisation with stop strings. Holds back text that may be the start of a stop string."""
+    """Streaming detokenisation with stop strings. Holds back text that may be the start of a stop string. include_stop: the
+    stop string that is complete is part of the text."""
 
-    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str]) -> None:
+    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str], *, include_stop: bool = False) -> None:
         self.detokenizer = detokenizer
         self.stop = stop
+        self.include_stop = include_stop
         self.stopped_by: str | None = None
         """The stop string that is complete."""
         self.sent = 0
         self.end: int | None = None
         self.finished = False
+        self._unchecked: int | None = 0
+        """Characters in which no stop string ends; None: none ends in all that there is."""
 
-    def add(self, token: int) -> bool:
-        """Append a token. Returns True when a stop string is complete; it and what follows are not part of the text."""
+    def add(self, token: int, *, checked: bool = True) -> bool:
+        """Append a token. Returns True when a stop string is complete; what follows is not part of the text, nor is the string
+        itself unless it is included. checked: a stop string may end with this token."""
+        if checked and self._unchecked is None:
+            self._unchecked = len(self.detokenizer.text)
         self.detokenizer.add_token(token)
+        if not checked:
+            self._unchecked = None
         return self._stopped()
 
     def finish(self) -> bool:
@@ -79,11 +89,14 @@ class TextStream:
         return self._stopped()
 
     def _stopped(self) -> bool:
-        if self.stop and self.end is None:
-            text = self.detokenizer.text
+        if self.stop and self.end is None and self._unchecked is not None:
+            text, unchecked = self.detokenizer.text, self._unchecked
             # A new match ends in unsent text, so it starts at most its own length before the end of the sent text.
-            found = [(at, stop) for stop in self.stop if (at := text.find(stop, max(0, self.sent - len(stop)))) >= 0]
+            starts = ((max(0, self.sent - len(stop), unchecked - len(stop) + 1), stop) for stop in self.stop)
+            found = [(at, stop) for start, stop in starts if (at := text.find(stop, start)) >= 0]
             self.end, self.stopped_by = min(found, default=(None, None))
+            if self.end is not None and self.stopped_by is not None and self.include_stop:
+                self.end += len(self.stopped_by)
         return self.end is not None
 
     def delta(self) -> str:
@@ -126,6 +139,8 @@ class Request:
     """What is logged, with the number of tokens that each round emitted."""
     newest_evidence: Evidence | None = None
     """Of the last round."""
+    counts: TokenCounts = field(default_factory=TokenCounts)
+    """Of its tokens, as far as a penalty has asked for them."""
     ngrams: NGramIndex = field(default_factory=NGramIndex)
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(0))
     """Of the serving draft's proposals in this row."""
@@ -163,9 +178,31 @@ class Request:
         self.finish = FinishReason.CANCELLED
         log.error("request %s: the target's logits are not finite at output token %d", self.id, self.emitted + 1)
 
+    @property
+    def by_history(self) -> bool:
+        """Whether its next logits depend on its tokens so far (`history`)."""
+        sampling = self.prompt.sampling
+        return sampling.penalised or bool(sampling.bad_words) or self.emitted < sampling.min_tokens
+
     def needs_evidence(self, collect: bool) -> bool:
         """Whether the target's probabilities at its output are read. collect: those of rows that may be stored are logged."""
-        return self.prompt.logprobs is not None or (collect and self.prompt.store)
+        return self.prompt.logprobs is not None or self._logged(collect)
+
+    def _logged(self, collect: bool) -> bool:
+        return collect and self.prompt.store and not self.prompt.bent
+
+    def _ends(self, token: int) -> bool:
+        """Whether the answer ends with this token. What a grammar ends has ended, whatever `ignore_eos` says."""
+        sampling = self.prompt.sampling
+        if token in sampling.stop_token_ids:
+            return True
+        return token in self.eos and (not sampling.ignore_eos or self.prompt.constraint is not None)
+
+    def _is_text(self, token: int) -> bool:
+        """Whether a token of the output is part of its text."""
+        if token in self.eos:
+            return False
+        return self.prompt.sampling.include_stop or token not in self.prompt.sampling.stop_token_ids
 
     def append_round(self, tokens: Sequence[int], drafted: Sequence[int], source: Source, adapter: int) -> Delta:
         """Append the tokens of a round, up to where the request ends. Positions after the end count neither as drafted nor as
@@ -178,8 +215,9 @@ class Request:
         for token in tokens:
             self.tokens.append(token)
             emitted += 1
-            # An end-of-sequence token is not part of the text.
-            stopped = token in self.eos or (self.text is not None and self.text.add(token))
+            stopped = self._ends(token)
+            if self.text is not None and self._is_text(token):
+                stopped |= self.text.add(token, checked=start + emitted > self.prompt.sampling.min_tokens)
             if stopped:
                 self.finish = FinishReason.STOP
             elif start + emitted >= self.prompt.sampling.max_tokens:
@@ -210,12 +248,14 @@ class Request:
         by less.
         """
         self.newest_evidence = evidence
-        if not (collect and self.prompt.store):
+        if not self._logged(collect):
             return
         newest, accepted = self.rounds[-1], len(tokens) - 1
         self.evidence.append((evidence, newest.emitted))
-        # A token that a grammar forbids was not the target's to reject.
+        # A token that a grammar forbids was not the target's to reject, nor one that it prefers and a penalty keeps it from.
         forbidden = self.prompt.constraint is not None and evidence.p == 0.0
+        if self.prompt.sampling.penalised and accepted < len(drafted):
+            forbidden |= int(evidence.top_ids[accepted, 0]) == drafted[accepted]
         rejected = newest.source is Source.DRAFT and accepted < len(drafted) and newest.emitted == accepted + 1
         if rejected and not forbidden:
             top = evidence.top_logprobs[accepted]
@@ -233,12 +273,12 @@ class Request:
             )
 
     def newest_logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """Of the tokens of the last round, but an end-of-sequence token; empty unless the prompt asks for them."""
+        """Of the tokens of the last round that are part of the text; empty unless the prompt asks for them."""
         count, evidence = self.prompt.logprobs, self.newest_evidence
         if count is None or evidence is None:
             return ()
         emitted = self.rounds[-1].emitted
-        new = [token for token in self.tokens[len(self.tokens) - emitted :] if token not in self.eos]
+        new = self.tokens[len(self.tokens) - emitted :]
         return tuple(
             TokenLogprobs(
                 token,
@@ -246,6 +286,7 @@ class Request:
                 _possible(evidence.top_ids[i, :count].tolist(), evidence.top_logprobs[i, :count].tolist()),
             )
             for i, token in enumerate(new)
+            if self._is_text(token)
         )
 
     def finished(self) -> Finished:

@@ -14,6 +14,7 @@ from service.engine import accept, device
 from service.engine.batch import Batch, drafts
 from service.engine.drafters.proposal import Proposal, Unread, prefer_lookups
 from service.engine.evidence import RoundEvidence
+from service.engine.history import History
 from service.engine.kv.cache import RowCache
 from service.engine.masks import RoundMasks, allow
 from service.engine.replay import Replay
@@ -67,8 +68,9 @@ class Runner:
     def launch_after(self, step: Step, plan: Plan) -> Step | Called:
         """Launch a round behind one that was not read yet: it goes on from the tokens that the device has just chosen. Not
         behind a drafted round where rows have a seed, for their noise depends on how many tokens they have, or where draft
-        steps have masks. Batches with a grammar get their call alone, which `decide` makes a round of. Where it raises with a
-        proposal in it, `restore` goes on without the draft, once `step` was read."""
+        steps have masks; nor behind any round where logits depend on what the rows have said (`History`). Batches with a
+        grammar get their call alone, which `decide` makes a round of. Where it raises with a proposal in it, `restore` goes on
+        without the draft, once `step` was read."""
         sampling, cache = self._sampling_of(plan.rows), self._batch.cache
         draft_key, verify_key = self._keys(sampling, 2)
         launched = self._call if self._batch.constrained else self._verify
@@ -265,8 +267,11 @@ class Runner:
     ) -> tuple[Proposal | None, Sequence[Any]]:
         """What is proposed, see `_verify`, and what `_verified` and `_decided` take: each row's newest token (B, 1), the
         proposal and the draft's own as trees, whether the draft's logits were finite (B, K), noise (B, K+1, V), key, the
-        sampling's leaves, whether evidence is wanted, and where rows may end at most (B,)."""
+        sampling's leaves, what the rows' tokens do to the logits as a tree, whether evidence is wanted, and where rows may end
+        at most (B,)."""
         rows, lookups = plan.rows, _looked_up(plan)
+        history = History.of(rows, self.vocabulary)
+        assert history is None or before is None, "these logits depend on tokens that are not known yet"
         most = max(map(len, lookups), default=0) if drafted is None else plan.choice.proposed
         finite = None
         if drafted is not None:
@@ -289,6 +294,7 @@ class Runner:
             noise.first(count),
             key,
             sampling.leaves(),
+            None if history is None else history.tree(),
             any(row.needs_evidence(self._collect) for row in rows),
             self._most_ends(rows),
         )
@@ -331,13 +337,18 @@ class Runner:
     ) -> RoundArrays:
         """What a round emits, by the target's logits (B, K+1, V). starts: (B,), where its tokens begin; None: recurrent states
         do not tell. bits: the tokens allowed at each position; None: all are."""
-        latest, proposed, draft, finite, noise, key, leaves, collect, most = arguments
+        latest, proposed, draft, finite, noise, key, leaves, history, collect, most = arguments
         proposal, drafted = (None if tree is None else Proposal(**tree) for tree in (proposed, draft))
         sampling = SamplingBatch.of_leaves(leaves)
         logits = logits[..., : self.vocabulary]
         target_finite = accept.finite_positions(logits)
         logits = biased(allow(logits, bits), sampling)
-        distribution = transform(logits, sampling)
+        # Evidence is of the logits before this: it is the target's own, which a draft learns.
+        drawn_from = logits
+        if history is not None:
+            tokens = None if proposal is None else proposal.tokens
+            drawn_from = History.of_tree(history).apply(logits, tokens, masked=bits is not None)
+        distribution = transform(drawn_from, sampling)
         accepted, following = accept.accept(distribution, sampling, noise, proposal, key)
         arrays = RoundArrays(following[:, None], target_finite, features=features, draft_finite=finite)
         if proposal is not None:

@@ -150,6 +150,16 @@ class TextEncoder:
         with self._lock:
             return tuple(cast("list[int]", self._tokenizer.encode(text)))
 
+    def encode_word(self, text: str) -> tuple[tuple[int, ...], ...]:
+        """See core.Encoder. As vLLM's bad words: spaces at its beginning are dropped first."""
+        word = text.lstrip()
+        with self._lock:
+            found = [
+                tuple(cast("list[int]", self._tokenizer.encode(before + word, add_special_tokens=False)))
+                for before in ("", " ")
+            ]
+        return tuple(dict.fromkeys(tokens for tokens in found if tokens))
+
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token stands for: not always whole characters, and none for an id without a token."""
         # Without the lock, which a long prompt holds: the API's event loop calls this.

@@ -152,7 +152,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "temperature": 10.1}, "temperature"),
     ({"prompt": "a", "temperature": 10**400}, "temperature"),
     ({"prompt": "a", "temperature": None}, "temperature"),
-    ({"prompt": "a", "top_p": 0}, "top_p"),
+    ({"prompt": "a", "top_p": -0.1}, "top_p"),
     ({"prompt": "a", "top_p": 1.01}, "top_p"),
     ({"prompt": "a", "top_k": -1}, "top_k"),
     ({"prompt": "a", "top_k": 2**31}, "top_k"),

@@ -119,10 +119,10 @@ def test_a_bias_reaches_the_engine_and_is_not_recorded(
 ) -> None:
     assert http.post(path, json={**asked, "logit_bias": {"97": -100, "5": 1.5}}).status_code == 200
     prompt = server.engine.tickets[-1].prompt
-    assert prompt.sampling.logit_bias == ((97, -100.0), (5, 1.5)) and not prompt.store
+    assert prompt.sampling.logit_bias == ((97, -100.0), (5, 1.5)) and prompt.bent
     assert http.post(path, json={**asked, "logit_bias": {}}).status_code == 200
     prompt = server.engine.tickets[-1].prompt
-    assert prompt.sampling.logit_bias == () and prompt.store
+    assert prompt.sampling.logit_bias == () and not prompt.bent
 
 
 def test_a_bias_of_what_is_no_token_is_refused() -> None:
@@ -135,8 +135,6 @@ def test_a_bias_of_what_is_no_token_is_refused() -> None:
 
 def test_neutral_fields_of_other_servers_are_taken(server: EchoServer, http: httpx.Client) -> None:
     neutral = {
-        "min_tokens": 0,
-        "ignore_eos": False,
         "skip_special_tokens": True,
         "prompt_logprobs": None,
         "priority": 0,
@@ -146,7 +144,7 @@ def test_neutral_fields_of_other_servers_are_taken(server: EchoServer, http: htt
     assert http.post(CHAT, json={"messages": user("a"), **neutral}).status_code == 200
     sampling = server.engine.tickets[-1].prompt.sampling
     assert sampling.seed is None and sampling.max_tokens == min(LIMITS.max_tokens, LIMITS.max_context - 3)
-    wrong = {"min_tokens": 1, "ignore_eos": True, "skip_special_tokens": False, "seed": 0.5, "max_tokens": -2}
+    wrong = {"repeat_penalty": 1.1, "skip_special_tokens": False, "seed": 0.5, "max_tokens": -2}
     for name, value in wrong.items():
         assert_refused(http.post(CHAT, json={"messages": user("a"), name: value}), name)
 
@@ -441,10 +439,19 @@ WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
         "messages.0.content",
     ),
     ({"messages": user("x" * 4_000)}, "messages"),
-    ({"messages": user("a"), "n": 9}, "n"),
+    ({"messages": user("a"), "n": 13}, "n"),
+    ({"messages": user("a"), "n": 0}, "n"),
     ({"messages": user("a"), "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"messages": user("a"), "max_completion_tokens": 100_000}, "max_completion_tokens"),
-    ({"messages": user("a"), "frequency_penalty": 0.5}, "frequency_penalty"),
+    ({"messages": user("a"), "frequency_penalty": 2.1}, "frequency_penalty"),
+    ({"messages": user("a"), "presence_penalty": -3}, "presence_penalty"),
+    ({"messages": user("a"), "repetition_penalty": 0}, "repetition_penalty"),
+    ({"messages": user("a"), "min_tokens": -1}, "min_tokens"),
+    ({"messages": user("a"), "min_tokens": 21, "max_tokens": 20}, "min_tokens"),
+    ({"messages": user("a"), "stop_token_ids": [-1]}, "stop_token_ids.0"),
+    ({"messages": user("a"), "stop_token_ids": [2**31]}, "stop_token_ids.0"),
+    ({"messages": user("a"), "bad_words": ["a", ""]}, "bad_words.1"),
+    ({"messages": user("a"), "top_p": -0.1}, "top_p"),
     ({"messages": user("a"), "logit_bias": {"5": 101}}, "logit_bias.5"),
     ({"messages": user("a"), "logit_bias": {"9999999999": 1}}, "logit_bias.9999999999"),
     ({"messages": user("a"), "logit_bias": {"a": 1}}, "logit_bias.a"),

@@ -44,8 +44,10 @@ def decoded(pair: tuple[Model, Model]) -> Decoded:
 @pytest.mark.parametrize(
     ("k", "sampling"),
     [
-        pytest.param(k, sampling, marks=() if (i, k) in {(0, 6), (1, 1)} else pytest.mark.nightly)
-        for i, sampling in enumerate([Sampling(), Sampling(temperature=0.7, top_p=0.9, top_k=30)])
+        pytest.param(k, sampling, marks=() if (i, k) in {(0, 6), (1, 1), (2, 3)} else pytest.mark.nightly)
+        for i, sampling in enumerate(
+            [Sampling(), Sampling(temperature=0.7, top_p=0.9, top_k=30), Sampling(repetition_penalty=1.4)]
+        )
         for k in (1, 3, 6)
     ],
 )

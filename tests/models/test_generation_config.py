@@ -24,6 +24,13 @@ from service.models.generation_config import sampling_defaults
         ({"eos_token_id": [1, 2]}, Sampling()),
         ({"do_sample": True, "temperature": -1, "top_p": 0, "top_k": "x", "min_p": True}, Sampling(1.0)),
         ({"temperature": None}, Sampling()),
+        ({"do_sample": True, "repetition_penalty": 1.1}, Sampling(1.0, repetition_penalty=1.1)),
+        # Hugging Face penalises greedy decoding too.
+        ({"repetition_penalty": 1.05, "do_sample": False, "temperature": 0.7}, Sampling(repetition_penalty=1.05)),
+        ({"repetition_penalty": 1.05}, Sampling(repetition_penalty=1.05)),
+        ({"repetition_penalty": 1}, Sampling()),
+        ({"repetition_penalty": 0}, Sampling()),
+        ({"repetition_penalty": "1.1"}, Sampling()),
         ([], Sampling()),
     ],
 )

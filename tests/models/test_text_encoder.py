@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
-from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE, WordLevel
 from transformers import PreTrainedTokenizerFast
 
@@ -154,6 +154,19 @@ def test_a_token_s_bytes_make_up_the_text(make_model: MakeModel) -> None:
     text = "the 🌍 ab\n"
     assert b"".join(map(encoder.token_bytes, encoder.encode_text(text))) == text.encode()
     assert encoder.vocabulary == len(tokenizer)
+
+
+def test_a_word_is_encoded_without_and_with_a_space_before_it() -> None:
+    tokenizer = byte_level("cat", "Ġcat", "Ġ")
+    encoder, ids = TextEncoder(wrapped(tokenizer)), tokenizer.get_vocab()
+    for text in ("cat", " cat", "  cat"):
+        assert encoder.encode_word(text) == ((ids["cat"],), (ids["Ġcat"],))
+    assert encoder.encode_word("dog") == (tuple(ids[x] for x in "dog"), tuple(ids[x] for x in "Ġdog"))
+    assert encoder.encode_word(" ") == ((ids["Ġ"],),)
+    leading = byte_level("cat")
+    leading.add_special_tokens([AddedToken("<s>", special=True)])
+    leading.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 257)])
+    assert TextEncoder(wrapped(leading)).encode_word("cat")[0] == (leading.token_to_id("cat"),)
 
 
 def test_bytes_of_sentencepiece_vocabularies_and_of_added_tokens() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from datetime import timedelta
@@ -39,6 +40,18 @@ def test_a_generation_is_read_as_it_was_stored(database: Database) -> None:
     assert np.isfinite(logprobs).all()
     assert not np.isnan(np.frombuffer(back.targets.tail, "<f2")).any()
     assert not any(math.isnan(value) for value in (*back.logprobs, *back.sampled_logprobs))
+
+
+def test_how_an_answer_was_sampled_comes_back(database: Database) -> None:
+    store, made = Generations(database), generation()
+    sampling = replace(made.prompt.sampling, repetition_penalty=1.1, stop_token_ids=(5, 7), include_stop=True)
+    penalised = generation()
+    penalised = replace(penalised, prompt=replace(penalised.prompt, sampling=sampling))
+    store.add([made, penalised]).result()
+    assert store.by_ids([penalised.id]) == [penalised]
+    # An older version may read the same database.
+    usual = {"temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "stop"}
+    assert set(json.loads(values_of(made)["sampling"])) == usual
 
 
 def test_targets_of_every_shape_come_back(database: Database) -> None:

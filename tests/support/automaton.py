@@ -12,7 +12,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from service.core import AnswerGrammar, Constraint, Sampling
-from tests.support.oracle import filtered_logprobs, read, seeded_noise
+from tests.support.oracle import bent, filtered_logprobs, read, seeded_noise
 from tests.support.typed import as_int
 
 END = 3
@@ -82,13 +82,15 @@ def masked_alone(
     constraint: Constraint,
     eos: frozenset[int] = frozenset(),
 ) -> list[int]:
-    """What the target alone says under a constraint, greedy or seeded, up to and including an end token."""
+    """What the target alone says under a constraint and the sampling's penalties, greedy or seeded, up to and including an end
+    token."""
     constraint = constraint.copy()
     cache, feed, out = make_prompt_cache(target), list(prompt), list[int]()
     for position in range(sampling.max_tokens):
         logits = np.array(read(target, feed, cache)[-1].astype(mx.float32))
         bits = np.unpackbits(np.frombuffer(constraint.masks(())[0], dtype=np.uint8), bitorder="little")
         masked = mx.array(np.where(bits[: len(logits)], logits, -np.inf))
+        masked = bent(masked, prompt, out, sampling, eos)
         if not sampling.greedy:
             assert sampling.seed is not None
             masked = filtered_logprobs(masked[None], sampling)[0]

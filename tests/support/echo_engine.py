@@ -117,6 +117,10 @@ class Codepoints:
     def encode_text(self, text: str) -> tuple[int, ...]:
         return tuple(ord(character) for character in text)
 
+    def encode_word(self, text: str) -> tuple[tuple[int, ...], ...]:
+        word = text.lstrip()
+        return tuple(tuple(map(ord, spaced)) for spaced in (word, f" {word}") if spaced)
+
 
 STATES = TextStateMachine(
     {
@@ -437,7 +441,14 @@ class InMemoryOverview:
         return self.run
 
 
-LIMITS = Limits(max_body_bytes=20_000, request_timeout=20.0, keepalive_seconds=5.0, max_tokens=1_000, max_context=4_000)
+LIMITS = Limits(
+    max_body_bytes=20_000,
+    request_timeout=20.0,
+    keepalive_seconds=5.0,
+    max_tokens=1_000,
+    max_context=4_000,
+    max_answers=12,
+)
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """The naive decoder: the target alone, one token at a time, on mlx-lm's stock cache. The reference for every engine test."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,21 +62,54 @@ def seeded_noise(seed: int, position: int, vocabulary: int) -> np.ndarray:
 def naive(target: nn.Module, prompt: Sequence[int], sampling: Sampling, eos: frozenset[int] = frozenset()) -> list[int]:
     """Greedy or seeded output, up to and including an end token."""
     cache = make_prompt_cache(target)
-    feed, out = list(prompt), []
+    feed, out, ends = list(prompt), [], ends_of(sampling, eos)
     for position in range(sampling.max_tokens):
         logits = read(target, feed, cache)[-1].astype(mx.float32)
         for biased, added in sampling.logit_bias:
             logits[biased] += added
+        logits = bent(logits, prompt, out, sampling, eos)
         if not sampling.greedy:
             assert sampling.seed is not None
             logits = filtered_logprobs(logits[None], sampling)[0]
             logits = logits + mx.array(seeded_noise(sampling.seed, position, logits.shape[-1]))
         token = as_int(mx.argmax(logits))
         out.append(token)
-        if token in eos:
+        if token in ends:
             break
         feed = [token]
     return out
+
+
+def ends_of(sampling: Sampling, eos: frozenset[int]) -> frozenset[int]:
+    """The tokens that end an answer without a grammar."""
+    return frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos)
+
+
+def bent(
+    logits: mx.array,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    sampling: Sampling,
+    eos: frozenset[int] = frozenset(),
+) -> mx.array:
+    """Logits (V,) under penalties, bad words and the least length, by vLLM's definitions, over the whole vocabulary."""
+    scores = np.array(logits, dtype=np.float32)
+    said, heard = Counter(output), {*prompt, *output}
+    for token in heard if sampling.repetition_penalty != 1.0 else ():
+        by = np.float32(sampling.repetition_penalty)
+        scores[token] = scores[token] / by if scores[token] > 0 else scores[token] * by
+    for token, count in said.items():
+        scores[token] -= np.float32(sampling.frequency_penalty) * np.float32(count)
+        scores[token] -= np.float32(sampling.presence_penalty)
+    free = scores.copy()
+    if len(output) < sampling.min_tokens:
+        scores[[*eos, *sampling.stop_token_ids]] = -np.inf
+    for word in sampling.bad_words:
+        behind = list(word[:-1])
+        if list(output[len(output) - len(behind) :]) == behind and len(output) >= len(behind):
+            scores[word[-1]] = -np.inf
+    # A grammar that leaves only what is banned has its way.
+    return mx.array(scores if np.isfinite(scores).any() else free)
 
 
 def read(target: nn.Module, tokens: Sequence[int], cache: list[Any]) -> mx.array:
@@ -99,6 +133,8 @@ def forced(
     """
     text = [*prompt, *output]
     logits = read(target, text, make_prompt_cache(target))[len(prompt) - 1 :].astype(mx.float32)
+    if sampling.penalised or sampling.bad_words or sampling.min_tokens:
+        logits = mx.stack([bent(each, prompt, output[:i], sampling, eos) for i, each in enumerate(logits)])
     if not sampling.greedy:
         assert sampling.seed is not None
         width = logits.shape[-1]
@@ -106,7 +142,7 @@ def forced(
         logits = filtered_logprobs(logits, sampling) + mx.array(np.stack(noise))
     tokens = as_ints(mx.argmax(logits, axis=-1))
     for i, token in enumerate(tokens[: sampling.max_tokens]):
-        if token in eos:
+        if token in ends_of(sampling, eos):
             return tokens[: i + 1]
     return tokens[: sampling.max_tokens]
 

@@ -140,18 +140,25 @@ def asked_by(
             seed=body.seed,
             stop=body.stop or (),
             logit_bias=_logit_bias(body, frontend.encoder),
+            repetition_penalty=body.repetition_penalty,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            min_tokens=body.min_tokens,
+            ignore_eos=body.ignore_eos,
+            stop_token_ids=body.stop_token_ids,
+            include_stop=body.include_stop_str_in_output,
         ),
         max_tokens,
         prompt_field="messages" if isinstance(prompt, Chat) else "prompt",
         max_tokens_field=max_tokens_field,
         domain=body.metadata.domain if body.metadata is not None else None,
         client=client_tag(body.user),
-        # Texts that a bias has bent say nothing of the target.
-        store=body.store is not False and not body.logit_bias,
+        store=body.store is not False,
         logprobs=logprobs,
         num_draft_tokens=body.num_draft_tokens,
         grammar=_grammar(body),
         forced_calls=forced,
+        bad_words=body.bad_words or (),
     )
 
 

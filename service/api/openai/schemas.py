@@ -30,19 +30,24 @@ from service.api.parameters import (
 from service.api.schemas import (
     INTEGRAL,
     MAX_MESSAGES,
+    BadWords,
     Client,
     DraftTokens,
     Flag,
+    LeastTokens,
     Number,
+    Penalty,
+    RepetitionPenalty,
     RequestModel,
+    StopTokens,
     Tag,
     Text,
+    TokenId,
     Tokens,
     Whole,
 )
 from service.core import Grammar, GrammarKind
 
-MAX_ANSWERS = 8
 MAX_TOP_LOGPROBS = 20
 MAX_PROMPTS = 8
 MAX_CHOICES = 1024
@@ -50,7 +55,6 @@ MAX_BIASED = 1024
 
 TopK = Annotated[Whole, Field(ge=-1, lt=2**31), INTEGRAL]
 TopLogprobs = Annotated[Whole, Field(ge=0, le=MAX_TOP_LOGPROBS), INTEGRAL]
-TokenId = Annotated[Whole, Field(ge=0, lt=2**31), INTEGRAL]
 Zero = Annotated[Number, Field(ge=0, le=0)]
 One = Annotated[Number, Field(ge=1, le=1)]
 UnboundedTokens = Annotated[
@@ -249,9 +253,6 @@ class StreamOptions(RequestModel):
 class NeutralFields(RequestModel):
     """Fields of vLLM's and llama.cpp's that are not served: their neutral values alone."""
 
-    min_tokens: Zero | None = None
-    ignore_eos: Unserved = None
-    include_stop_str_in_output: Unserved = None
     skip_special_tokens: Literal[True] | None = None
     spaces_between_special_tokens: Literal[True] | None = None
     add_generation_prompt: Literal[True] | None = None
@@ -290,7 +291,7 @@ class CommonRequest(NeutralFields):
     min_p: MinP | None = None
     seed: Seed | None = None
     stop: OptionalStops = None
-    n: Annotated[Whole, Field(ge=1, le=MAX_ANSWERS), INTEGRAL] | None = None
+    n: Tokens | None = None
     stream: Flag | None = None
     stream_options: StreamOptions | None = None
     num_draft_tokens: DraftTokens | None = None
@@ -298,9 +299,14 @@ class CommonRequest(NeutralFields):
     metadata: Metadata | None = None
     user: Client | None = None
     logit_bias: LogitBias | None = None
-    frequency_penalty: Zero | None = None
-    presence_penalty: Zero | None = None
-    repetition_penalty: One | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    bad_words: BadWords | None = None
+    min_tokens: LeastTokens | None = None
+    ignore_eos: Flag | None = None
+    stop_token_ids: StopTokens | None = None
+    include_stop_str_in_output: Flag | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 

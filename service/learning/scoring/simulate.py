@@ -121,6 +121,8 @@ def _with_rounds(g: Generation, proposals: _Proposals, k: int, adapter: int) -> 
         token, q = int(proposals.tokens[place]), float(proposals.q[place])
         if g.grammar is not None and q == 0.0:
             continue  # As in the engine: a token that the grammar forbids was not rejected by the target.
+        if g.prompt.sampling.penalised and token == ids[at][0]:
+            continue  # Nor was one that it prefers, and a penalty keeps it from.
         cases.append(_case(g, at, token, q, ids[at], logprobs[at]))
     return Simulated(replace(g, rounds=tuple(rounds), cases=tuple(cases)), int(matches[0].sum()))
 

@@ -26,8 +26,11 @@ from service.core import (
 )
 from service.store.times import utc
 
-UNSTORED = {"logit_bias"}
-"""Of sampling: answers that it has bent are not recorded."""
+UNSTORED = {"logit_bias", "presence_penalty", "frequency_penalty", "bad_words", "min_tokens", "ignore_eos"}
+"""Of sampling: answers that these have bent are not recorded (`Sampling.bends`)."""
+NEWER = {"repetition_penalty", "stop_token_ids", "include_stop"}
+"""Of sampling: stored where they say something, since older versions that use the same database know nothing of them."""
+_DEFAULTS = asdict(Sampling())
 
 
 def id_bytes(tokens: Sequence[int]) -> bytes:
@@ -88,7 +91,11 @@ def values_of(made: Generation) -> dict[str, Any]:
         "output": id_bytes(made.output),
         "output_tokens": len(made.output),
         "sampling": json.dumps(
-            {name: value for name, value in asdict(made.prompt.sampling).items() if name not in UNSTORED}
+            {
+                name: value
+                for name, value in asdict(made.prompt.sampling).items()
+                if name not in UNSTORED and (name not in NEWER or value != _DEFAULTS[name])
+            }
         ),
         "domain": made.prompt.domain,
         "client": made.prompt.client,
@@ -109,7 +116,8 @@ def values_of(made: Generation) -> dict[str, Any]:
 def generation_of(row: Row[Any], cases: Sequence[FailureCase]) -> Generation:
     """From a row of generations joined with generation_targets and (as `grammar_text`, `opening`, `closing`) grammars."""
     sampling: dict[str, Any] = json.loads(row.sampling)
-    sampling["stop"] = tuple(sampling["stop"])
+    for name in ("stop", "stop_token_ids"):
+        sampling[name] = tuple(sampling.get(name, ()))
     prompt = Prompt(
         tokens=ids_of(row.prompt),
         sampling=Sampling(**sampling),
