@@ -143,6 +143,10 @@ def test_the_two_headers_for_keys(http: httpx.Client, place: Place) -> None:
     assert http.get("/v1/models", headers=bearer(client) | {"x-api-key": client}).status_code == 200
     refused = http.get("/v1/models", headers=bearer(client) | {"x-api-key": place.secrets["operator"]})
     assert refused.status_code == 401 and "two different keys" in refused.text
+    for one, other in ((client, "sk-ant-oat-of-another"), ("sk-ant-oat-of-another", client)):
+        assert http.get("/v1/models", headers=bearer(one) | {"x-api-key": other}).status_code == 200
+    refused = http.get("/v1/models", headers=bearer("rd-nothing") | {"x-api-key": "rd-nothing-either"})
+    assert refused.status_code == 401 and "opens nothing" in refused.text
     for header in ("Basic " + client, client, "Bearer", "Bearer " + client[:-1]):
         refused = http.get("/v1/models", headers={"authorization": header})
         assert refused.status_code == 401

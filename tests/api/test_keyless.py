@@ -80,12 +80,13 @@ def test_what_each_route_wants(place: Keyless, method: str, path: str) -> None:
     for name, headers in {
         "none": {},
         "another": {"authorization": "Bearer rd-another"},
+        "two others": {"authorization": "Bearer rd-another", "x-api-key": "rd-a-third"},
         "a part": {"authorization": f"Bearer {place.token[:-1]}"},
         "no session": {"cookie": f"redraft_session={place.token}"},
     }.items():
         code, message = call(place, method, path, headers)
         assert (code == 403 and "home folder" in message) if texts else code not in {401, 403}, name
-    for headers in (place.owned, {"x-api-key": place.token}):
+    for headers in (place.owned, {"x-api-key": place.token}, place.owned | {"x-api-key": "rd-another"}):
         assert call(place, method, path, headers)[0] not in {401, 403}
     for headers in (FORWARDED, FORWARDED | place.owned, FORWARDED | {"host": "llm.example"}):
         code, message = call(place, method, path, headers)
