@@ -194,11 +194,12 @@ class Application:
                 max_context=serving.context,
                 max_prompt_bytes=token_bytes * serving.context if token_bytes is not None else None,
             ),
-            models=ModelNames(settings.models.target, settings.server.model_aliases),
+            models=ModelNames.of_target(settings.models.target, settings.server.model_aliases),
             doors=self._doors,
             overview=overview,
             feed=self._feed,
             defaults=sampling_defaults(serving.folders.target),
+            strict=settings.server.strict_requests,
         )
 
     def _load_look_ups(self, who: Provenance) -> None:

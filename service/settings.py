@@ -262,8 +262,10 @@ class ServerSettings(Section):
     allowed_hosts: list[str] = ["localhost", "127.0.0.1", "::1"]
     """Names and addresses by which clients may call this server (`Host`), without ports; `host` is always one of them."""
     model_aliases: list[str] = []
-    """Other names by which requests to the OpenAI and Anthropic routes may call the target, as clients come with names of
-    their own."""
+    """Other names of the target: `GET /v1/models` lists them, and answers to requests that use one have it."""
+    strict_requests: bool = False
+    """Fields that this server never heard of are refused with 400, and names of models that it does not serve with 404.
+    Otherwise such a request is answered, and the header `x-redraft-ignored` names what was ignored."""
     max_body_bytes: int = Field(default=2**20, ge=1024)
     """Largest body of a request; a larger one gets 413."""
     request_timeout: float = Field(default=600.0, gt=0)

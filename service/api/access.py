@@ -17,8 +17,9 @@ from fastapi.routing import APIRoute
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from service.api.errors import GENERATING, Forbidden, Unauthorized, answer, printable
+from service.api.errors import GENERATING, Forbidden, Unauthorized, answer
 from service.api.hosts import Hosts, forwarding_header
+from service.api.printing import printable
 from service.core import Access, Caller, Doorkeeper, NotFound, RedraftError
 from service.metrics import Metrics
 

@@ -15,12 +15,12 @@ from service.api.access import Guard, Policy, check_routes
 from service.api.adapters import adapter_routes
 from service.api.anthropic.messages import messages_routes
 from service.api.asking import Frontend, ModelNames
-from service.api.compatible import IGNORED
 from service.api.errors import ErrorAnswer, ErrorBoundary, install
 from service.api.generate import generate_routes
 from service.api.generations import generations_routes
 from service.api.health import health_routes
 from service.api.hosts import Hosts
+from service.api.ignored import IGNORED
 from service.api.limits import BodyLimit, Limits, QueueLimit
 from service.api.mailbox import Mailbox
 from service.api.openai.chat import chat_routes
@@ -86,11 +86,12 @@ def build_api(
     overview: Overview,
     feed: Feed,
     defaults: Sampling | None = None,
+    strict: bool = False,
 ) -> FastAPI:
     """The ASGI application. It starts and stops nothing: that is its builder's business.
 
     overview, feed: what the page shows. defaults: sampling where a request to an OpenAI or Anthropic route says nothing; None:
-    greedy.
+    greedy. strict: see Frontend.
     """
     # No documentation pages: they would load scripts from elsewhere. The schema itself is at /openapi.json.
     app = FastAPI(title="Redraft", docs_url=None, redoc_url=None, redirect_slashes=False)
@@ -98,7 +99,15 @@ def build_api(
     mailbox = Mailbox()
     service.on_delivered(mailbox.flush)
     frontend = Frontend(
-        service, encoder, metrics, limits, models, defaults or Sampling(), mailbox, share=doors.share_across_keys
+        service,
+        encoder,
+        metrics,
+        limits,
+        models,
+        defaults or Sampling(),
+        mailbox,
+        share=doors.share_across_keys,
+        strict=strict,
     )
     for router in (
         generate_routes(frontend),

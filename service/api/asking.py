@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from anyio import to_thread
 
@@ -74,6 +76,17 @@ class ModelNames:
     name: str
     aliases: Sequence[str] = ()
 
+    @classmethod
+    def of_target(cls, target: str, aliases: Sequence[str]) -> ModelNames:
+        """Of a target as it is configured: a folder is known by its own name, and by its path as well."""
+        folder = Path(os.path.abspath(Path(target).expanduser()))
+        if not folder.is_dir():
+            return cls(target, aliases)
+        # In the hub's cache a folder is called by its revision: models--owner--name/snapshots/revision.
+        kept = folder.parent.parent.name if folder.parent.name == "snapshots" else ""
+        name = kept.removeprefix("models--").replace("--", "/") if kept.startswith("models--") else folder.name
+        return cls(name or target, (*aliases, target))
+
     @property
     def all(self) -> list[str]:
         """Every name, the model's own first."""
@@ -89,7 +102,7 @@ class ModelNames:
 class Frontend:
     """What the routes that generate have in common. defaults: sampling where a request to an OpenAI or Anthropic route says
     nothing. share: requests with other keys may use each other's cached prefixes and look-ups. openings: how conversations
-    began."""
+    began. strict: fields that this server never heard of, and names of models that it does not serve, are refused."""
 
     service: GenerationService
     encoder: Encoder
@@ -99,6 +112,7 @@ class Frontend:
     defaults: Sampling
     mailbox: Mailbox
     share: bool = False
+    strict: bool = False
     openings: Openings = field(default_factory=Openings)
 
     async def submit(

@@ -5,47 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Annotated, Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from service.api.answers import Answer, collect
 from service.api.asking import ForcedCalls, Frontend
-from service.api.errors import printable
+from service.api.bodies import ClientModel
+from service.api.errors import ToolNotFound
 from service.api.exchange import EventStream, Exchange
-from service.api.schemas import MAX_TAG_CHARS, RequestModel
+from service.api.ignored import paths_of, with_ignored
+from service.api.printing import printable
+from service.api.problems import MAX_PROBLEMS
+from service.api.schemas import MAX_TAG_CHARS
 from service.api.strict import StrictRoute
-from service.core import Grammar, GrammarKind, Sampling
+from service.core import BadRequest, Grammar, GrammarKind, Sampling
 
-IGNORED = "x-redraft-ignored"
-"""Header of a response: the names of what was sent and ignored."""
-
-
-def _refuse_unless_empty(value: object) -> None:
-    if value is not None and value is not False and value not in ([], {}, ""):
-        raise ValueError("not served here")
-
-
-_EMPTY: dict[str, Any] = {
-    "anyOf": [
-        {"type": "null"},
-        {"const": False},
-        {"const": ""},
-        {"type": "array", "maxItems": 0},
-        {"type": "object", "maxProperties": 0},
-    ]
-}
-Unserved = Annotated[Any, BeforeValidator(_refuse_unless_empty), WithJsonSchema(_EMPTY)]
-"""A field that other servers know and this one does not serve: only null and what is empty are accepted."""
-Ignored = Annotated[Any, Field(description="Accepted and ignored; named in the header x-redraft-ignored.")]
-"""A field that well-known clients always send and that changes nothing here."""
-
-
-def ignored_fields(body: RequestModel, names: Iterable[str]) -> list[str]:
-    """Those of the names that the body sets to something."""
-    return [name for name in names if name in body.model_fields_set and getattr(body, name) is not None]
+T = TypeVar("T")
 
 
 class CompatibleRoute(StrictRoute):
@@ -65,12 +42,26 @@ class CompatibleRoute(StrictRoute):
         return compatible
 
 
-def with_ignored(response: Response, names: Iterable[str]) -> Response:
-    """The response with these names in its header, after those that are there."""
-    all_names = [*filter(None, [response.headers.get(IGNORED)]), *names]
-    if all_names:
-        response.headers[IGNORED] = ", ".join(all_names)
-    return response
+def ignored_by(body: ClientModel, frontend: Frontend) -> list[str]:
+    """Places in a body that its answer does not follow, for the header. Raises BadRequest for unknown fields where the server
+    is strict."""
+    found = paths_of(body)
+    unheard = [*found.unknown, *found.absent]
+    if frontend.strict and unheard:
+        raise BadRequest(
+            f"this server is strict and does not know {', '.join(unheard[:MAX_PROBLEMS])}", field=unheard[0]
+        )
+    return [*found.known, *found.unknown]
+
+
+def model_of(asked: str | None, frontend: Frontend) -> tuple[str, list[str]]:
+    """The name of the model that answers, and the name of the field for the header where another one was asked for. Raises
+    ModelNotFound where the server is strict."""
+    if not asked or asked in frontend.models.all:
+        return asked or frontend.models.name, []
+    if frontend.strict:
+        frontend.models.check(asked)
+    return frontend.models.name, ["model"]
 
 
 def sampling(
@@ -115,14 +106,27 @@ def json_grammar(schema: Mapping[str, Any], field: str) -> Grammar:
     return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema), field)
 
 
-def template_options(given: Mapping[str, Any] | None, effort: str | None) -> dict[str, Any]:
-    """Arguments of the chat template: those that a request gives, and what its reasoning effort says where they do not."""
+def template_options(
+    given: Mapping[str, Any] | None, effort: str | None, *, thinks: bool | None = None
+) -> dict[str, Any]:
+    """Arguments of the chat template: those that a request gives, and what its reasoning effort says where they do not. thinks:
+    whether the model is to think first, where the request says so by a field of its own."""
     options = dict(given or {})
+    if thinks is not None:
+        options.setdefault("enable_thinking", thinks)
     if effort is not None:
         options.setdefault("reasoning_effort", effort)
         if effort == "none":
             options.setdefault("enable_thinking", False)
     return options
+
+
+def allowed_tools(tools: Sequence[T], names: Mapping[str, T], allowed: Iterable[str]) -> list[T]:
+    """Those of the tools that a request allows. names: the tools by name. Raises ToolNotFound for one that is not there."""
+    wanted = [names.get(name) for name in allowed]
+    if None in wanted:
+        raise ToolNotFound("a tool that is allowed is not among the tools")
+    return [tool for tool in tools if tool in wanted]
 
 
 def forced_calls(name: str | None, *, required: bool, several: bool) -> ForcedCalls | None:

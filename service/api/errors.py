@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import cast
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -18,6 +17,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.api.printing import printable
+from service.api.problems import invalid
 from service.api.request_log import note_error
 from service.core import (
     AdapterRefused,
@@ -38,8 +39,6 @@ log = logging.getLogger(__name__)
 
 GENERATING = frozenset({"/generate", "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 """The routes that generate, whose refusals `redraft:requests_refused` counts."""
-MAX_NAME_CHARS = 64
-MAX_PROBLEMS = 5
 
 
 class TimedOut(RedraftError):
@@ -153,11 +152,6 @@ class ErrorAnswer(BaseModel):
     error: ErrorDetail
 
 
-def printable(name: str) -> str:
-    """A client's own name for something, made safe to send back: short, and encodable whatever it was."""
-    return name[:MAX_NAME_CHARS].encode("unicode_escape").decode("ascii")
-
-
 def status_of(error: RedraftError) -> int:
     """The HTTP status of an error."""
     return STATUS.get(type(error), 500)
@@ -184,34 +178,6 @@ def answer(error: RedraftError) -> JSONResponse:
     if isinstance(error, Overloaded | Unavailable | RateLimited) and error.retry_after is not None:
         headers["retry-after"] = str(error.retry_after)
     return JSONResponse(describe(error).model_dump(), status, headers)
-
-
-def invalid(error: RequestValidationError) -> BadRequest:
-    """A pydantic validation error, naming every wrong field (five at most) and carrying the first as `param`."""
-    problems: list[str] = []
-    fields: list[str] = []
-    for item in error.errors():
-        source, *path = item["loc"]
-        parts = _path(path, error.body, item["type"]) if source == "body" else path
-        name = ".".join(printable(str(part)) for part in parts) or str(source)
-        if f"{name}: {item['msg']}" not in problems:
-            fields.append(name)
-            problems.append(f"{name}: {item['msg']}")
-    return BadRequest("; ".join(problems[:MAX_PROBLEMS]), field=fields[0])
-
-
-def _path(path: Sequence[object], body: object, kind: str) -> list[object]:
-    """The parts of a place that are in the body, or missing there: pydantic also names the kinds of value it tried."""
-    found: list[object] = []
-    for part in path:
-        if isinstance(body, dict) and part in body:
-            body = cast("dict[object, object]", body)[part]
-        elif isinstance(body, list) and isinstance(part, int) and part < len(cast("list[object]", body)):
-            body = cast("list[object]", body)[part]
-        elif kind != "missing" or part is not path[-1]:
-            continue
-        found.append(part)
-    return found
 
 
 def install(app: FastAPI, metrics: Metrics, methods: Callable[[str], Sequence[str]] = lambda path: ()) -> None:

@@ -11,10 +11,11 @@ from pydantic import BaseModel
 from service.api.access import caller_of
 from service.api.answers import collect
 from service.api.asking import Asked, Chat, Frontend
-from service.api.compatible import wrapped
+from service.api.compatible import ignored_by, wrapped
 from service.api.errors import describe
 from service.api.events import frame
 from service.api.exchange import DONE, KEEP_ALIVE, EventStream, Exchange
+from service.api.ignored import with_ignored
 from service.api.schemas import DEFAULTS, DeltaAnswer, GenerateAnswer, GenerateRequest, Summary, TimingsAnswer, Usage
 from service.api.strict import StrictRoute
 from service.core import BadRequest, Delta, Finished, RedraftError, Sampling
@@ -32,17 +33,18 @@ def generate_routes(frontend: Frontend) -> APIRouter:
     )
     async def generate(body: GenerateRequest, request: Request) -> Response:
         """Generate text: one JSON answer, or server-sent events with `stream`."""
-        caller = caller_of(request)
+        ignored, caller = ignored_by(body, frontend), caller_of(request)
         exchange, answers = await frontend.submit([_asked(body)], caller, live=body.stream, route=request.url.path)
         if body.stream:
             patience = frontend.limits.keepalive_seconds
-            return EventStream(exchange, _server_sent(exchange, model, patience, body.return_tokens))
+            frames = _server_sent(exchange, model, patience, body.return_tokens)
+            return with_ignored(EventStream(exchange, frames), ignored)
         if (instead := await collect(exchange, answers, request)) is not None:
             return instead
         finished = answers[0].finished
         assert finished is not None
         whole = GenerateAnswer(text=answers[0].text, **dict(_summary(finished, model, body.return_tokens)))
-        return JSONResponse(whole.model_dump(mode="json", exclude_none=True))
+        return with_ignored(JSONResponse(whole.model_dump(mode="json", exclude_none=True)), ignored)
 
     return router
 

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from service.api.schemas import INTEGRAL, Number, StopString, StopStrings, Text, Whole, as_list
+from service.api.bodies import NEUTRAL
+from service.api.schemas import INTEGRAL, GivenStop, GivenStops, Number, StopStrings, Text, Whole, as_list
 
 
 def minus_one_is_none(value: object) -> object:
@@ -30,10 +31,9 @@ Effort = Annotated[Text, Field(min_length=1, max_length=16)]
 """Of reasoning."""
 Schema = dict[str, Any]
 """A JSON schema."""
-NULL = {"type": "null"}
-PLAIN_FORMAT = {"anyOf": [NULL, {"type": "object", "required": ["type"], "properties": {"type": {"const": "text"}}}]}
+PLAIN_FORMAT = {"anyOf": [NEUTRAL, {"type": "object", "required": ["type"], "properties": {"type": {"const": "text"}}}]}
 """In the document: a format that leaves the answer free."""
-FREE_CALLS = {"anyOf": [NULL, {"enum": ["auto", "none"]}]}
+FREE_CALLS = {"anyOf": [NEUTRAL, {"enum": ["auto", "none"]}]}
 """In the document: a tool choice that forces no call."""
 
 
@@ -47,6 +47,6 @@ def one_of_them(*absent: dict[str, Any]) -> dict[str, Any]:
 
 
 OptionalStops = Annotated[
-    StopStrings | None, BeforeValidator(as_list, json_schema_input_type=StopString | StopStrings | None)
+    StopStrings | None, BeforeValidator(as_list, json_schema_input_type=GivenStop | GivenStops | None)
 ]
 """One string or several."""

@@ -1,4 +1,4 @@
-"""Requests and responses: every field of a request is bounded, and unknown ones are refused."""
+"""Requests and responses: every field of a request is bounded."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field
 
+from service.api.bodies import NEUTRAL, NEUTRAL_VALUES, ClientModel
 from service.core import AdapterState, FinishReason, RequestState, RunState, Sampling, Timings, Trigger
 
 MAX_STOPS = 16
@@ -54,8 +55,11 @@ def _finite_or_none(value: object) -> object:
 
 
 def as_list(value: object) -> object:
-    """A text as a list of it alone; anything else as it is."""
-    return [value] if isinstance(value, str) else value
+    """A text as a list of it alone, and a list without what is absent in it: "" and null. Anything else as it is."""
+    values = [value] if isinstance(value, str) else value
+    return (
+        [one for one in cast("list[object]", values) if one not in ("", None)] if isinstance(values, list) else values
+    )
 
 
 def _moment(value: object) -> datetime:
@@ -71,7 +75,10 @@ Moment = Annotated[
 ]
 """With an offset from UTC. Pydantic alone would take numbers for seconds since 1970."""
 StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOPS)]
-Stops = Annotated[StopStrings, BeforeValidator(as_list, json_schema_input_type=StopString | StopStrings)]
+GivenStop = Annotated[str, Field(strict=True, max_length=MAX_STOP_CHARS)]
+GivenStops = Annotated[list[GivenStop | None], Field(max_length=MAX_STOPS)]
+Stops = Annotated[StopStrings, BeforeValidator(as_list, json_schema_input_type=GivenStop | GivenStops)]
+"""One string or several; empty ones are absent."""
 Finite = Annotated[float | None, BeforeValidator(_finite_or_none)]
 """JSON has no NaN: a figure that is not finite is sent as null."""
 Interval = Annotated[list[Finite], Field(min_length=3, max_length=3)]
@@ -79,7 +86,8 @@ Interval = Annotated[list[Finite], Field(min_length=3, max_length=3)]
 
 
 class RequestModel(BaseModel):
-    """Base of request bodies. Errors must not quote them."""
+    """Base of what an operator asks for: unknown fields are refused, or a mistyped selection would erase more. Errors must not
+    quote bodies."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
@@ -90,32 +98,32 @@ class ResponseModel(BaseModel):
     model_config = ConfigDict(from_attributes=True)
 
 
-class ChatMessage(RequestModel):
+class ChatMessage(ClientModel):
     """One turn of a chat."""
 
     role: Literal["system", "user", "assistant"]
     content: Text
 
 
-class GenerateRequest(RequestModel):
+_OF_PROMPT: dict[str, Any] = {
+    "required": ["prompt"],
+    "properties": {"prompt": {"type": "string", "minLength": 1}, "messages": NEUTRAL},
+}
+_OF_MESSAGES: dict[str, Any] = {
+    "required": ["messages"],
+    "properties": {
+        "messages": {"type": "array", "minItems": 1},
+        "prompt": NEUTRAL,
+        "chat_template": {"enum": [True, *(value for value in NEUTRAL_VALUES if value is not False)]},
+    },
+}
+
+
+class GenerateRequest(ClientModel):
     """The body of POST /generate: exactly one of `prompt` and `messages`. A prompt is one user turn, or plain text to
     complete when `chat_template` is false."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "oneOf": [
-                {"required": ["prompt"], "properties": {"prompt": {"type": "string"}, "messages": {"type": "null"}}},
-                {
-                    "required": ["messages"],
-                    "properties": {
-                        "messages": {"type": "array"},
-                        "prompt": {"type": "null"},
-                        "chat_template": {"const": True},
-                    },
-                },
-            ]
-        }
-    )
+    model_config = ConfigDict(json_schema_extra={"oneOf": [_OF_PROMPT, _OF_MESSAGES]})
 
     prompt: Annotated[Text, Field(min_length=1)] | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None

@@ -11,7 +11,7 @@ from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BeforeValidator
 
-from service.api.errors import printable
+from service.api.printing import printable
 from service.core import BadRequest
 
 MAX_DEPTH = 128

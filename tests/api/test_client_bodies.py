@@ -156,6 +156,9 @@ def test_a_block_that_changes_with_every_request_does_not_reach_the_model(
 
 def test_what_is_ignored_is_named(http: httpx.Client) -> None:
     codex = http.post("/v1/responses", json={**CODEX, "stream": False}).headers["x-redraft-ignored"]
-    assert codex == "include, prompt_cache_key, tools.custom, tools.web_search"
+    assert codex == "reasoning.summary, text.verbosity, include, prompt_cache_key, tools.custom, tools.web_search"
     claude = http.post("/v1/messages?beta=true", json={**CLAUDE_CODE, "stream": False}).headers["x-redraft-ignored"]
-    assert claude == "context_management, beta"
+    assert claude == (
+        "messages.content.signature, messages.content.cache_control, system.cache_control, tools.cache_control, "
+        "context_management, beta"
+    )

@@ -458,7 +458,7 @@ WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": user("a"), "response_format": {"type": "xml"}}, "response_format"),
     ({"messages": user("a"), "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"messages": user("a"), "structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice"),
-    ({"messages": user("a"), "structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+    ({"messages": user("a"), "structured_outputs": {"choice": [1]}}, "structured_outputs.choice.0"),
     (
         {"messages": user("a"), "tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},
         "tool_choice",
@@ -468,7 +468,6 @@ WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": user("a"), "num_draft_tokens": -1}, "num_draft_tokens"),
     ({"messages": user("a"), "metadata": {"domain": "a\nb"}}, "metadata.domain"),
     ({"messages": user("a"), "user": "x" * 513}, "user"),
-    ({"messages": user("a"), "unheard_of": 1}, "unheard_of"),
 ]
 
 
@@ -491,16 +490,6 @@ def test_what_is_ignored_is_named_in_a_header(http: httpx.Client, monkeypatch: p
     monkeypatch.setattr(Codepoints, "binds_calls", False)
     response = http.post(CHAT, json={"messages": user("a"), "tools": [STRICT]})
     assert response.headers["x-redraft-ignored"] == "tools.function.strict"
-
-
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
-def test_another_model_is_not_found(http: httpx.Client, path: str) -> None:
-    body = {"messages": user("a"), "prompt": "a", "input": "a"}
-    name = {CHAT: "messages", COMPLETIONS: "prompt", RESPONSES: "input"}[path]
-    response = http.post(path, json={"model": "other", name: body[name]})
-    assert_refused(response, "model", 404)
-    assert response.json()["error"]["code"] == "model_not_found"
-    assert "echo, gpt-4o" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -609,9 +598,9 @@ def test_a_completion_stream_carries_the_same_as_the_json_answer(http: httpx.Cli
     [
         ({"prompt": ""}, "prompt"),
         ({"prompt": []}, "prompt"),
-        ({"prompt": ["a", ""]}, "prompt"),
-        ({"prompt": [2**31]}, "prompt"),
-        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": ["a", ""]}, "prompt.1"),
+        ({"prompt": [2**31]}, "prompt.0"),
+        ({"prompt": [-1]}, "prompt.0"),
         ({"prompt": "a", "echo": True}, "echo"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
         ({"prompt": "a", "best_of": 2}, "best_of"),
@@ -685,7 +674,7 @@ def test_a_response(server: EchoServer, http: httpx.Client) -> None:
         "previous_response_id": None,
     }
     response = http.post(RESPONSES, json=asked)
-    assert response.headers["x-redraft-ignored"] == "include, tools.web_search"
+    assert response.headers["x-redraft-ignored"] == "reasoning.summary, text.verbosity, include, tools.web_search"
     answer = response.json()
     assert (answer["object"], answer["status"], answer["model"]) == ("response", "completed", "echo")
     (message,) = answer["output"]

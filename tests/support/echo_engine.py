@@ -466,6 +466,7 @@ class EchoServer:
     cors_origins: Sequence[str] = ()
     rate_limit: str | None = None
     defaults: Sampling | None = None
+    strict: bool = False
     feed: Feed = field(init=False)
     """Of the application that was made last."""
 
@@ -489,6 +490,7 @@ class EchoServer:
             overview=self.overview,
             feed=self.feed,
             defaults=self.defaults,
+            strict=self.strict,
         )
 
     @contextmanager

@@ -37,19 +37,20 @@ from service.api.compatible import (
     CompatibleRoute,
     client_tag,
     forced_calls,
-    ignored_fields,
+    ignored_by,
     json_grammar,
+    model_of,
     respond,
     sampling,
 )
 from service.api.errors import describe
 from service.api.events import frame
 from service.api.exchange import Exchange
+from service.api.ignored import with_ignored
 from service.api.schemas import TimingsAnswer
 from service.core import Grammar, Piece, PieceKind, RedraftError, Sampling
 
 BILLING = "x-anthropic-billing-header:"
-IGNORED = ("cache_control", "context_management", "service_tier", "speed", "inference_geo", "diagnostics")
 
 
 def messages_routes(frontend: Frontend) -> APIRouter:
@@ -63,21 +64,21 @@ def messages_routes(frontend: Frontend) -> APIRouter:
     )
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Answer a conversation: one JSON answer, or server-sent events with `stream`."""
-        frontend.models.check(body.model)
+        ignored = _ignored(body, frontend)
+        model, other = model_of(body.model, frontend)
         one_call = body.tool_choice is not None and bool(body.tool_choice.disable_parallel_tool_use)
         stream = bool(body.stream)
         exchange, (answer,) = await frontend.submit(
             [_asked(body, frontend)], caller_of(request), live=stream or one_call, route=request.url.path
         )
-        writer = _Writer(exchange, answer, body.model or frontend.models.name, frontend.limits.max_context)
-        return await respond(
-            writer, request, frontend, stream=stream, one_call=one_call, ignored=_ignored(body, frontend)
-        )
+        writer = _Writer(exchange, answer, model, frontend.limits.max_context)
+        return await respond(writer, request, frontend, stream=stream, one_call=one_call, ignored=[*other, *ignored])
 
     @router.post("/v1/messages/count_tokens")
-    async def count_tokens(body: CountRequest) -> CountAnswer:
+    async def count_tokens(body: CountRequest, response: Response) -> CountAnswer:
         """How many tokens a conversation has; nothing is generated."""
-        frontend.models.check(body.model)
+        ignored = ignored_by(body, frontend)
+        with_ignored(response, [*model_of(body.model, frontend)[1], *ignored])
         chat = _chat(body)
         check_size(Asked(chat, Sampling(), None), frontend.limits)
         tokens = await to_thread.run_sync(frontend.encoder.encode_chat, chat.messages, chat.tools, chat.options)
@@ -87,7 +88,7 @@ def messages_routes(frontend: Frontend) -> APIRouter:
 
 
 def _ignored(body: CountRequest, frontend: Frontend) -> list[str]:
-    names = ignored_fields(body, IGNORED)
+    names = ignored_by(body, frontend)
     if _strict(body) and not frontend.encoder.binds_calls:
         names.append("tools.strict")
     return names

@@ -9,10 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from service.api.compatible import Ignored, Unserved
+from service.api.bodies import NEUTRAL, ClientModel, Ignored, NotServed, Unserved
 from service.api.parameters import (
     MAX_TOOLS,
-    NULL,
     Effort,
     Name,
     Schema,
@@ -27,7 +26,6 @@ from service.api.schemas import (
     Client,
     DraftTokens,
     Flag,
-    RequestModel,
     ResponseModel,
     StopString,
     Text,
@@ -37,7 +35,7 @@ from service.api.schemas import (
 )
 
 
-class TextBlock(RequestModel):
+class TextBlock(ClientModel):
     """Text."""
 
     type: Literal["text"]
@@ -46,7 +44,7 @@ class TextBlock(RequestModel):
     citations: Ignored = None
 
 
-class ToolUseBlock(RequestModel):
+class ToolUseBlock(ClientModel):
     """A call that the assistant made before."""
 
     type: Literal["tool_use"]
@@ -58,7 +56,7 @@ class ToolUseBlock(RequestModel):
     toolset_name: Unserved = None
 
 
-class ToolResultBlock(RequestModel):
+class ToolResultBlock(ClientModel):
     """What a called tool returned."""
 
     type: Literal["tool_result"]
@@ -69,7 +67,7 @@ class ToolResultBlock(RequestModel):
     toolset_name: Unserved = None
 
 
-class ThinkingBlock(RequestModel):
+class ThinkingBlock(ClientModel):
     """What the assistant thought before."""
 
     type: Literal["thinking"]
@@ -77,21 +75,21 @@ class ThinkingBlock(RequestModel):
     signature: Ignored = None
 
 
-class RedactedThinkingBlock(RequestModel):
+class RedactedThinkingBlock(ClientModel):
     """What cannot be read here; ignored."""
 
     type: Literal["redacted_thinking"]
     data: Ignored = None
 
 
-class UserTurn(RequestModel):
+class UserTurn(ClientModel):
     """What the user says, and what tools returned."""
 
     role: Literal["user"]
     content: Text | list[Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]]
 
 
-class AssistantTurn(RequestModel):
+class AssistantTurn(ClientModel):
     """What the assistant said, thought and called."""
 
     role: Literal["assistant"]
@@ -101,7 +99,7 @@ class AssistantTurn(RequestModel):
     )
 
 
-class SystemTurn(RequestModel):
+class SystemTurn(ClientModel):
     """What the system says amid a conversation."""
 
     role: Literal["system"]
@@ -111,7 +109,7 @@ class SystemTurn(RequestModel):
 Message = Annotated[UserTurn | AssistantTurn | SystemTurn, Field(discriminator="role")]
 
 
-class Tool(RequestModel):
+class Tool(ClientModel):
     """A tool of the client's. input_schema: a JSON schema."""
 
     type: Literal["custom"] | None = None
@@ -126,14 +124,14 @@ class Tool(RequestModel):
     allowed_callers: Ignored = None
 
 
-class ToolChoice(RequestModel):
+class ToolChoice(ClientModel):
     """auto, none, or any: one tool must be called."""
 
     type: Literal["auto", "none", "any"]
     disable_parallel_tool_use: Flag | None = None
 
 
-class NamedToolChoice(RequestModel):
+class NamedToolChoice(ClientModel):
     """This tool must be called."""
 
     type: Literal["tool"]
@@ -141,7 +139,7 @@ class NamedToolChoice(RequestModel):
     disable_parallel_tool_use: Flag | None = None
 
 
-class Thinking(RequestModel):
+class Thinking(ClientModel):
     """Whether the model thinks first, where its chat template can say so. Budgets are not enforced."""
 
     type: Literal["enabled", "disabled", "adaptive"]
@@ -149,27 +147,27 @@ class Thinking(RequestModel):
     display: Ignored = None
 
 
-class SchemaFormat(RequestModel):
+class SchemaFormat(ClientModel):
     """JSON under a schema."""
 
     type: Literal["json_schema"]
     schema_: Schema = Field(alias="schema")
 
 
-class OutputConfig(RequestModel):
+class OutputConfig(ClientModel):
     """effort: passed to the chat template. format: of the answer."""
 
     effort: Effort | None = None
     format: SchemaFormat | None = None
 
 
-class RequestMetadata(RequestModel):
+class RequestMetadata(ClientModel):
     """user_id: the client, in logs and counts."""
 
     user_id: Client | None = None
 
 
-class CountRequest(RequestModel):
+class CountRequest(ClientModel):
     """The body of POST /v1/messages/count_tokens."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -181,7 +179,7 @@ class CountRequest(RequestModel):
     output_config: OutputConfig | None = None
     cache_control: Ignored = None
     context_management: Ignored = None
-    mcp_servers: Unserved = None
+    mcp_servers: Annotated[Any, NotServed("MCP servers are not served: give their tools")] = None
 
 
 class MessagesRequest(CountRequest):
@@ -189,8 +187,12 @@ class MessagesRequest(CountRequest):
 
     model_config = ConfigDict(
         json_schema_extra=one_of_them(
-            {"output_config": {"anyOf": [NULL, {"type": "object", "properties": {"format": NULL}}]}},
-            {"tool_choice": {"anyOf": [NULL, {"type": "object", "properties": {"type": {"enum": ["auto", "none"]}}}]}},
+            {"output_config": {"anyOf": [NEUTRAL, {"type": "object", "properties": {"format": NEUTRAL}}]}},
+            {
+                "tool_choice": {
+                    "anyOf": [NEUTRAL, {"type": "object", "properties": {"type": {"enum": ["auto", "none"]}}}]
+                }
+            },
         )
     )
 
@@ -203,7 +205,7 @@ class MessagesRequest(CountRequest):
     metadata: RequestMetadata | None = None
     num_draft_tokens: DraftTokens | None = None
     store: Flag | None = None
-    container: Unserved = None
+    container: Annotated[Any, NotServed("containers are not served")] = None
     service_tier: Ignored = None
     speed: Ignored = None
     inference_geo: Ignored = None

@@ -15,10 +15,12 @@ from service.api.answers import Answer, Part, combined_timings, read_parts
 from service.api.asking import Asked, Chat, ForcedCalls, Frontend
 from service.api.compatible import (
     CompatibleRoute,
+    allowed_tools,
     client_tag,
     forced_calls,
-    ignored_fields,
+    ignored_by,
     json_grammar,
+    model_of,
     respond,
     sampling,
     template_options,
@@ -43,6 +45,7 @@ from service.api.openai.answer_schemas import (
 )
 from service.api.openai.schemas import (
     JSON_OBJECT,
+    AllowedTools,
     AssistantTurn,
     ChatRequest,
     CommonRequest,
@@ -58,8 +61,6 @@ from service.api.openai.schemas import (
 from service.api.schemas import TimingsAnswer
 from service.core import BadRequest, Encoder, Grammar, PieceKind, RedraftError, TokenLogprobs, ToolCall
 
-IGNORED = ("service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity")
-
 
 def chat_routes(frontend: Frontend) -> APIRouter:
     """POST /v1/chat/completions."""
@@ -72,21 +73,20 @@ def chat_routes(frontend: Frontend) -> APIRouter:
     )
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a chat: one JSON answer, or server-sent events with `stream`."""
-        frontend.models.check(body.model)
+        ignored = _ignored(body, frontend)
+        model, other = model_of(body.model, frontend)
         asked, stream, one_call = _asked(body, frontend), bool(body.stream), body.parallel_tool_calls is False
         exchange, answers = await frontend.submit(
             [asked], caller_of(request), each=body.n or 1, live=stream or one_call, route=request.url.path
         )
-        writer = _Writer(exchange, answers, frontend, body)
-        return await respond(
-            writer, request, frontend, stream=stream, one_call=one_call, ignored=_ignored(body, frontend)
-        )
+        writer = _Writer(exchange, answers, frontend, body, model)
+        return await respond(writer, request, frontend, stream=stream, one_call=one_call, ignored=[*other, *ignored])
 
     return router
 
 
 def _ignored(body: ChatRequest, frontend: Frontend) -> list[str]:
-    names = ignored_fields(body, IGNORED)
+    names = ignored_by(body, frontend)
     if _strict(body) and not frontend.encoder.binds_calls:
         names.append("tools.function.strict")
     return names
@@ -102,10 +102,9 @@ def _asked(body: ChatRequest, frontend: Frontend) -> Asked:
     if body.max_completion_tokens is not None:
         # OpenAI's newer name.
         tokens, name = body.max_completion_tokens, "max_completion_tokens"
-    tools = () if body.tool_choice == "none" else body.tools or ()
-    options = template_options(body.chat_template_kwargs, body.reasoning_effort)
+    options = template_options(body.chat_template_kwargs, body.reasoning_effort, thinks=_thinks(body))
     chat = Chat(
-        [template_turn(turn) for turn in body.messages], [_tool(tool) for tool in tools], options, _strict(body)
+        [template_turn(turn) for turn in body.messages], [_tool(tool) for tool in _tools(body)], options, _strict(body)
     )
     return asked_by(
         body,
@@ -116,6 +115,27 @@ def _asked(body: ChatRequest, frontend: Frontend) -> Asked:
         logprobs=(body.top_logprobs or 0) if wants_logprobs(body) else None,
         forced=_forced_calls(body),
     )
+
+
+def _tools(body: ChatRequest) -> list[Tool]:
+    """The tools that the model is to know. Raises ToolNotFound where one is allowed that is not there."""
+    tools = body.tools or []
+    match body.tool_choice:
+        case "none":
+            return []
+        case AllowedTools(allowed_tools=allowed):
+            return allowed_tools(
+                tools, {tool.function.name: tool for tool in tools}, [tool.function.name for tool in allowed.tools]
+            )
+        case _:
+            return tools
+
+
+def _thinks(body: ChatRequest) -> bool | None:
+    """Whether the model is to think first; None: the request does not say."""
+    if body.enable_thinking is not None:
+        return body.enable_thinking
+    return None if body.thinking is None else body.thinking.type != "disabled"
 
 
 def asked_by(
@@ -190,7 +210,8 @@ def _grammar(body: CommonRequest) -> Grammar | None:
 def _forced_calls(body: ChatRequest) -> ForcedCalls | None:
     choice = body.tool_choice
     name = choice.function.name if isinstance(choice, NamedTool) else None
-    return forced_calls(name, required=choice == "required", several=body.parallel_tool_calls is not False)
+    required = choice == "required" or (isinstance(choice, AllowedTools) and choice.allowed_tools.mode == "required")
+    return forced_calls(name, required=required, several=body.parallel_tool_calls is not False)
 
 
 def wants_logprobs(body: ChatRequest) -> bool:
@@ -210,6 +231,8 @@ def template_turn(turn: Message) -> dict[str, object]:
         case ToolTurn():
             new["tool_call_id"] = turn.tool_call_id
         case AssistantTurn():
+            if not new["content"] and turn.refusal:
+                new["content"] = turn.refusal
             if (thought := turn.reasoning_content or turn.reasoning) is not None:
                 new["reasoning_content"] = thought
             if turn.tool_calls:
@@ -241,7 +264,8 @@ def arguments_of(text: str) -> object:
 
 
 def _tool(tool: Tool) -> dict[str, object]:
-    return tool.model_dump(exclude_none=True, exclude={"function": {"strict"}})
+    described = tool.function.model_dump(exclude_none=True, include={"name", "description", "parameters"})
+    return {"type": "function", "function": described}
 
 
 def likely_token(encoder: Encoder, token: int, logprob: float) -> LikelyToken:
@@ -270,11 +294,13 @@ def _call(call: ToolCall) -> ToolCallAnswer:
 class _Writer:
     """Writes the answers to one request, whole or in chunks."""
 
-    def __init__(self, exchange: Exchange, answers: Sequence[Answer], frontend: Frontend, body: ChatRequest) -> None:
+    def __init__(
+        self, exchange: Exchange, answers: Sequence[Answer], frontend: Frontend, body: ChatRequest, model: str
+    ) -> None:
         self.exchange = exchange
         self.answers = answers
         self._encoder = frontend.encoder
-        self._model = body.model or frontend.models.name
+        self._model = model
         self._logprobs = wants_logprobs(body)
         self._usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         self._id = f"chatcmpl-{exchange.id}"

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from service.api.access import caller_of
 from service.api.answers import Answer, EndReason, combined_timings, read_parts
 from service.api.asking import Frontend
-from service.api.compatible import CompatibleRoute, respond
+from service.api.compatible import CompatibleRoute, ignored_by, model_of, respond
 from service.api.errors import describe
 from service.api.exchange import DONE, KEEP_ALIVE, Exchange
 from service.api.openai.answer_schemas import (
@@ -38,14 +38,15 @@ def completion_routes(frontend: Frontend) -> APIRouter:
     )
     async def complete(body: CompletionRequest, request: Request) -> Response:
         """Complete prompts: one JSON answer, or server-sent events with `stream`."""
-        frontend.models.check(body.model)
+        ignored = ignored_by(body, frontend)
+        model, other = model_of(body.model, frontend)
         prompts = _prompts(body)
         asked = [asked_by(body, prompt, frontend, body.max_tokens, logprobs=body.logprobs) for prompt in prompts]
         exchange, answers = await frontend.submit(
             asked, caller_of(request), each=body.n or 1, live=bool(body.stream), route=request.url.path
         )
-        writer = _Writer(exchange, answers, len(prompts), frontend, body)
-        return await respond(writer, request, frontend, stream=bool(body.stream), ignored=())
+        writer = _Writer(exchange, answers, len(prompts), frontend, body, model)
+        return await respond(writer, request, frontend, stream=bool(body.stream), ignored=[*other, *ignored])
 
     return router
 
@@ -62,13 +63,19 @@ class _Writer:
     """Writes the answers to one request, whole or in chunks. prompts: how many there are."""
 
     def __init__(
-        self, exchange: Exchange, answers: Sequence[Answer], prompts: int, frontend: Frontend, body: CompletionRequest
+        self,
+        exchange: Exchange,
+        answers: Sequence[Answer],
+        prompts: int,
+        frontend: Frontend,
+        body: CompletionRequest,
+        model: str,
     ) -> None:
         self.exchange = exchange
         self.answers = answers
         self._each = len(answers) // prompts
         self._encoder = frontend.encoder
-        self._model = body.model or frontend.models.name
+        self._model = model
         self._logprobs = body.logprobs is not None
         self._usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         self._id = f"cmpl-{exchange.id}"

@@ -16,10 +16,12 @@ from service.api.answers import Answer, EndReason, read_parts
 from service.api.asking import Asked, Chat, ForcedCalls, Frontend
 from service.api.compatible import (
     CompatibleRoute,
+    allowed_tools,
     client_tag,
     forced_calls,
-    ignored_fields,
+    ignored_by,
     json_grammar,
+    model_of,
     respond,
     sampling,
     template_options,
@@ -30,6 +32,7 @@ from service.api.exchange import KEEP_ALIVE, Exchange
 from service.api.openai.answer_schemas import MetricsAnswer
 from service.api.openai.chat import arguments_of, choice_logprobs
 from service.api.openai.responses_schemas import (
+    FlatAllowedTools,
     FlatNamedTool,
     FlatSchemaFormat,
     FunctionCallItem,
@@ -58,16 +61,6 @@ from service.api.openai.schemas import JSON_OBJECT, JsonFormat
 from service.api.schemas import ResponseModel, TimingsAnswer
 from service.core import Grammar, Piece, PieceKind, RedraftError, Timings, TokenLogprobs
 
-IGNORED = (
-    "include",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "prompt_cache_options",
-    "client_metadata",
-)
-
 
 def responses_routes(frontend: Frontend) -> APIRouter:
     """POST /v1/responses."""
@@ -80,21 +73,20 @@ def responses_routes(frontend: Frontend) -> APIRouter:
     )
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """Answer an input: one JSON answer, or server-sent events with `stream`."""
-        frontend.models.check(body.model)
+        ignored = _ignored(body, frontend)
+        model, other = model_of(body.model, frontend)
         one_call = body.parallel_tool_calls is False
         asked = _asked(body, frontend)
         live = bool(body.stream) or one_call
         exchange, (answer,) = await frontend.submit([asked], caller_of(request), live=live, route=request.url.path)
-        writer, stream = _Writer(exchange, answer, frontend, body, asked), bool(body.stream)
-        return await respond(
-            writer, request, frontend, stream=stream, one_call=one_call, ignored=_ignored(body, frontend)
-        )
+        writer, stream = _Writer(exchange, answer, frontend, body, asked, model), bool(body.stream)
+        return await respond(writer, request, frontend, stream=stream, one_call=one_call, ignored=[*other, *ignored])
 
     return router
 
 
 def _ignored(body: ResponsesRequest, frontend: Frontend) -> list[str]:
-    names = ignored_fields(body, IGNORED)
+    names = ignored_by(body, frontend)
     names += sorted({f"tools.{tool.type}" for tool in body.tools or () if isinstance(tool, HostedTool)})
     if _strict(body) and not frontend.encoder.binds_calls:
         names.append("tools.strict")
@@ -107,10 +99,10 @@ def _strict(body: ResponsesRequest) -> frozenset[str]:
 
 
 def _asked(body: ResponsesRequest, frontend: Frontend) -> Asked:
-    tools = [_tool(tool) for tool in body.tools or () if isinstance(tool, FunctionTool)]
+    tools = [_tool(tool) for tool in _tools(body)]
     options = template_options(body.chat_template_kwargs, body.reasoning and body.reasoning.effort)
     return Asked(
-        Chat(_turns(body), () if body.tool_choice == "none" else tools, options, _strict(body)),
+        Chat(_turns(body), tools, options, _strict(body)),
         sampling(
             frontend.defaults,
             temperature=body.temperature,
@@ -132,6 +124,19 @@ def _asked(body: ResponsesRequest, frontend: Frontend) -> Asked:
     )
 
 
+def _tools(body: ResponsesRequest) -> list[FunctionTool]:
+    """The tools that the model is to know. Raises ToolNotFound where one is allowed that is not there."""
+    tools = [tool for tool in body.tools or () if isinstance(tool, FunctionTool)]
+    match body.tool_choice:
+        case "none":
+            return []
+        case FlatAllowedTools(tools=allowed):
+            names = [tool.name for tool in allowed if tool.type == "function" and tool.name is not None]
+            return allowed_tools(tools, {tool.name: tool for tool in tools}, names)
+        case _:
+            return tools
+
+
 def _grammar(body: ResponsesRequest) -> Grammar | None:
     match body.text.format if body.text is not None else None:
         case JsonFormat():
@@ -145,7 +150,8 @@ def _grammar(body: ResponsesRequest) -> Grammar | None:
 def _forced_calls(body: ResponsesRequest) -> ForcedCalls | None:
     choice = body.tool_choice
     name = choice.name if isinstance(choice, FlatNamedTool) else None
-    return forced_calls(name, required=choice == "required", several=body.parallel_tool_calls is not False)
+    required = choice == "required" or (isinstance(choice, FlatAllowedTools) and choice.mode == "required")
+    return forced_calls(name, required=required, several=body.parallel_tool_calls is not False)
 
 
 def _tool(tool: FunctionTool) -> dict[str, object]:
@@ -197,7 +203,7 @@ class _Writer:
     """Writes one answer, whole or as a stream of events."""
 
     def __init__(
-        self, exchange: Exchange, answer: Answer, frontend: Frontend, body: ResponsesRequest, asked: Asked
+        self, exchange: Exchange, answer: Answer, frontend: Frontend, body: ResponsesRequest, asked: Asked, model: str
     ) -> None:
         self.exchange = exchange
         self.answers = [answer]
@@ -205,7 +211,7 @@ class _Writer:
         self._encoder = frontend.encoder
         self._body = body
         self._asked = asked
-        self._model = body.model or frontend.models.name
+        self._model = model
         self._created = int(time.time())
         self._sequence = 0
         self._ids: list[str] = []

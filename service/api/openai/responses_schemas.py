@@ -5,17 +5,16 @@ Source of the shapes: the OpenAI API reference and the types of the `openai` pac
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from service.api.compatible import Ignored, Unserved
+from service.api.bodies import NEUTRAL, ClientModel, Ignored, NotServed, Unserved, is_neutral
 from service.api.openai.answer_schemas import MetricsAnswer, TokenLogprob
 from service.api.openai.schemas import JsonFormat, JsonSchema, Metadata, TextFormat, TopK, TopLogprobs
 from service.api.parameters import (
     FREE_CALLS,
     MAX_TOOLS,
-    NULL,
     PLAIN_FORMAT,
     Effort,
     MinP,
@@ -26,12 +25,12 @@ from service.api.parameters import (
     TopP,
     one_of_them,
 )
+from service.api.parts import AS_PART, TextPart
 from service.api.schemas import (
     MAX_MESSAGES,
     Client,
     DraftTokens,
     Flag,
-    RequestModel,
     ResponseModel,
     Text,
     TimingsAnswer,
@@ -41,19 +40,17 @@ from service.api.schemas import (
 # ------------------------------------------------------------------------------------------------------------- request
 
 
-class InputText(RequestModel):
-    """A part of a message's content, or of a tool's output. Text alone is served."""
+class InputText(TextPart):
+    """A part of a message's content, or of a tool's output."""
 
-    type: Literal["input_text", "output_text", "text"]
-    text: Text
     annotations: Ignored = None
     logprobs: Ignored = None
 
 
-Parts = Text | list[InputText]
+Parts = Text | list[Annotated[InputText, AS_PART]]
 
 
-class InputItem(RequestModel):
+class InputItem(ClientModel):
     """What every item of the input may have."""
 
     id: Ignored = None
@@ -91,7 +88,7 @@ class FunctionCallOutputItem(InputItem):
     caller: Unserved = None
 
 
-class ReasoningPart(RequestModel):
+class ReasoningPart(ClientModel):
     """A part of what the assistant thought."""
 
     type: Literal["reasoning_text", "summary_text"]
@@ -107,10 +104,24 @@ class ReasoningItem(InputItem):
     encrypted_content: Ignored = None
 
 
-Item = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
+def _item_type(item: object) -> str | None:
+    """The type of an item of the input: a message's need not be said. None: it has no type that could be one."""
+    if not isinstance(item, dict):
+        return str(getattr(item, "type", "message"))
+    kind = cast("dict[str, object]", item).get("type")
+    return "message" if is_neutral(kind) else kind if isinstance(kind, str) else None
 
 
-class FunctionTool(RequestModel):
+Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[FunctionCallOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(_item_type),
+]
+
+
+class FunctionTool(ClientModel):
     """A function that the model may call. parameters: a JSON schema."""
 
     type: Literal["function"]
@@ -122,14 +133,29 @@ class FunctionTool(RequestModel):
     defer_loading: Ignored = None
 
 
-class FlatNamedTool(RequestModel):
+class FlatNamedTool(ClientModel):
     """A function that must be called."""
 
     type: Literal["function"]
     name: Name
 
 
-class HostedTool(RequestModel, extra="ignore"):
+class FlatAllowedTool(ClientModel):
+    """A tool that may be called. Those without a name are not the client's."""
+
+    type: Text
+    name: Name | None = None
+
+
+class FlatAllowedTools(ClientModel):
+    """The model knows these of the tools alone. mode: whether one of them must be called."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[FlatAllowedTool], Field(max_length=MAX_TOOLS)]
+
+
+class HostedTool(ClientModel, extra="ignore"):
     """A tool that OpenAI runs itself: accepted and ignored."""
 
     type: Literal[
@@ -144,7 +170,7 @@ class HostedTool(RequestModel, extra="ignore"):
     ]
 
 
-class ReasoningOptions(RequestModel):
+class ReasoningOptions(ClientModel):
     """effort: passed to the chat template; "none" turns reasoning off where the template can."""
 
     effort: Effort | None = None
@@ -161,19 +187,19 @@ class FlatSchemaFormat(JsonSchema):
     schema_: Schema = Field(alias="schema")
 
 
-class TextOptions(RequestModel):
+class TextOptions(ClientModel):
     """How text is written."""
 
     format: Annotated[TextFormat | JsonFormat | FlatSchemaFormat, Field(discriminator="type")] | None = None
     verbosity: Ignored = None
 
 
-class ResponsesRequest(RequestModel):
+class ResponsesRequest(ClientModel):
     """The body of POST /v1/responses."""
 
     model_config = ConfigDict(
         json_schema_extra=one_of_them(
-            {"text": {"anyOf": [NULL, {"type": "object", "properties": {"format": PLAIN_FORMAT}}]}},
+            {"text": {"anyOf": [NEUTRAL, {"type": "object", "properties": {"format": PLAIN_FORMAT}}]}},
             {"tool_choice": FREE_CALLS},
         )
     )
@@ -192,7 +218,11 @@ class ResponsesRequest(RequestModel):
         Annotated[list[Annotated[FunctionTool | HostedTool, Field(discriminator="type")]], Field(max_length=MAX_TOOLS)]
         | None
     ) = None
-    tool_choice: Literal["auto", "none", "required"] | FlatNamedTool | None = None
+    tool_choice: (
+        Literal["auto", "none", "required"]
+        | Annotated[FlatNamedTool | FlatAllowedTools, Field(discriminator="type")]
+        | None
+    ) = None
     parallel_tool_calls: Flag | None = None
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
@@ -202,14 +232,16 @@ class ResponsesRequest(RequestModel):
     store: Flag | None = None
     metadata: Metadata | None = None
     user: Client | None = None
-    truncation: Literal["disabled"] | None = None
-    background: Unserved = None
-    conversation: Unserved = None
+    truncation: Annotated[Any, NotServed("truncation of the input is not served", default="disabled")] = None
+    background: Annotated[Any, NotServed("answers in the background are not served")] = None
+    conversation: Annotated[Any, NotServed("stored conversations are not served: send the items themselves")] = None
     context_management: Unserved = None
     max_tool_calls: Unserved = None
-    previous_response_id: Unserved = None
-    prompt: Unserved = None
-    stream_options: Unserved = None
+    previous_response_id: Annotated[
+        Any, NotServed("stored responses (previous_response_id) are not served: send the items themselves")
+    ] = None
+    prompt: Annotated[Any, NotServed("stored prompts are not served")] = None
+    stream_options: Ignored = None
     include: Ignored = None
     service_tier: Ignored = None
     safety_identifier: Ignored = None
@@ -323,7 +355,7 @@ class ResponsesAnswer(ResponseModel):
     incomplete_details: IncompleteDetails | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
-    metadata: dict[str, str | None] = Field(default_factory=dict[str, str | None])
+    metadata: dict[str, Any] = Field(default_factory=dict[str, Any])
     model: str
     output: list[Output]
     parallel_tool_calls: bool
@@ -332,7 +364,7 @@ class ResponsesAnswer(ResponseModel):
     store: Literal[False] = False
     temperature: float
     text: dict[str, Any]
-    tool_choice: Literal["auto", "none", "required"] | FlatNamedTool
+    tool_choice: Literal["auto", "none", "required"] | FlatNamedTool | FlatAllowedTools
     tools: list[dict[str, Any]]
     top_logprobs: int = 0
     top_p: float

@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from service.api.compatible import Ignored, Unserved, json_grammar
+from service.api.bodies import NEUTRAL, ClientModel, Ignored, NotServed, Unserved, not_served
+from service.api.compatible import json_grammar
 from service.api.parameters import (
     FREE_CALLS,
     MAX_TOOLS,
-    NULL,
     PLAIN_FORMAT,
     Effort,
     MinP,
@@ -27,6 +27,7 @@ from service.api.parameters import (
     minus_one_is_none,
     one_of_them,
 )
+from service.api.parts import Part, not_served_as
 from service.api.schemas import (
     INTEGRAL,
     MAX_MESSAGES,
@@ -38,7 +39,6 @@ from service.api.schemas import (
     Number,
     Penalty,
     RepetitionPenalty,
-    RequestModel,
     StopTokens,
     Tag,
     Text,
@@ -55,8 +55,9 @@ MAX_BIASED = 1024
 
 TopK = Annotated[Whole, Field(ge=-1, lt=2**31), INTEGRAL]
 TopLogprobs = Annotated[Whole, Field(ge=0, le=MAX_TOP_LOGPROBS), INTEGRAL]
-Zero = Annotated[Number, Field(ge=0, le=0)]
-One = Annotated[Number, Field(ge=1, le=1)]
+Zero = Annotated[Any, NotServed()]
+One = Annotated[Any, NotServed(default=1)]
+OnlyTrue = Annotated[Any, NotServed(default=True)]
 UnboundedTokens = Annotated[
     Tokens | None, BeforeValidator(minus_one_is_none, json_schema_input_type=Tokens | Literal[-1] | None)
 ]
@@ -70,31 +71,25 @@ FilledText = Annotated[Text, Field(min_length=1)]
 FilledTokens = Annotated[list[TokenId], Field(min_length=1)]
 
 
-class Metadata(RequestModel, extra="allow"):
+class Metadata(ClientModel):
     """Labels of the client's. domain: the kind of traffic."""
 
-    __pydantic_extra__: dict[str, Annotated[Text, Field(max_length=512)]]  # pyright: ignore[reportIncompatibleVariableOverride]
+    extras_are_labels = True
+
     domain: Tag | None = None
 
 
-class TextPart(RequestModel):
-    """A part of a message's content. Text alone is served."""
-
-    type: Literal["text"]
-    text: Text
+Content = Text | list[Part]
 
 
-Content = Text | list[TextPart]
-
-
-class FunctionCall(RequestModel):
+class FunctionCall(ClientModel):
     """A call that the assistant made. arguments: JSON."""
 
     name: Name
     arguments: Text
 
 
-class ToolCallTurn(RequestModel):
+class ToolCallTurn(ClientModel):
     """A tool call in an assistant's turn."""
 
     id: Text
@@ -103,10 +98,13 @@ class ToolCallTurn(RequestModel):
     index: Ignored = None
 
 
-class Turn(RequestModel):
+class Turn(ClientModel):
     """What every turn of a chat may have."""
 
     name: Text | None = None
+    images: Annotated[Any, NotServed("images are not served")] = None
+    videos: Annotated[Any, NotServed("videos are not served")] = None
+    files: Annotated[Any, NotServed("files are not served")] = None
 
 
 class SystemTurn(Turn):
@@ -124,31 +122,31 @@ class UserTurn(Turn):
 
 
 class AssistantTurn(Turn):
-    """What the assistant said before. reasoning_content (reasoning, by vLLM): what it thought, for templates that read it."""
+    """What the assistant said before. reasoning_content (reasoning, by vLLM): what it thought, for templates that read it.
+    refusal: what it said instead of `content`."""
 
     role: Literal["assistant"]
     content: Content | None = None
     tool_calls: list[ToolCallTurn] | None = None
     reasoning_content: Text | None = None
     reasoning: Text | None = None
-    refusal: Unserved = None
-    audio: Unserved = None
-    annotations: Unserved = None
-    function_call: Unserved = None
+    refusal: Text | None = None
+    audio: Annotated[Any, NotServed("audio is not served")] = None
+    function_call: Annotated[Any, NotServed("function_call is not served: give tool_calls")] = None
 
 
 class ToolTurn(Turn):
-    """What a called function returned."""
+    """What a called function returned; without content, nothing."""
 
     role: Literal["tool"]
-    content: Content
+    content: Content | None = None
     tool_call_id: Text
 
 
 Message = Annotated[SystemTurn | UserTurn | AssistantTurn | ToolTurn, Field(discriminator="role")]
 
 
-class FunctionDescription(RequestModel):
+class FunctionDescription(ClientModel):
     """What a function does and takes. parameters: a JSON schema."""
 
     name: Name
@@ -157,27 +155,27 @@ class FunctionDescription(RequestModel):
     strict: Flag | None = None
 
 
-class Tool(RequestModel):
+class Tool(ClientModel):
     """A function that the model may call."""
 
     type: Literal["function"]
     function: FunctionDescription
 
 
-class TextFormat(RequestModel):
+class TextFormat(ClientModel):
     """Text as the model writes it."""
 
     type: Literal["text"]
 
 
-class JsonFormat(RequestModel):
+class JsonFormat(ClientModel):
     """Any JSON object, or one that is valid under a schema (llama.cpp's shape)."""
 
     type: Literal["json_object"]
     schema_: Schema | None = Field(default=None, alias="schema")
 
 
-class JsonSchema(RequestModel, serialize_by_alias=True):
+class JsonSchema(ClientModel, serialize_by_alias=True):
     """A schema that the answer is valid under. strict: whatever it says, the answer is."""
 
     description: Text | None = None
@@ -191,7 +189,7 @@ class OptionalSchema(JsonSchema):
     schema_: Schema = Field(default_factory=Schema, alias="schema")
 
 
-class SchemaFormat(RequestModel):
+class SchemaFormat(ClientModel):
     """JSON under a schema."""
 
     type: Literal["json_schema"]
@@ -202,7 +200,7 @@ ResponseFormat = Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discrim
 JSON_OBJECT: Schema = {"type": "object"}
 
 
-class StructuredOutputs(RequestModel):
+class StructuredOutputs(ClientModel):
     """What the answer must be, by vLLM's names; one of them. json: a schema. grammar: in llguidance's dialect of Lark."""
 
     model_config = ConfigDict(json_schema_extra={"maxProperties": 1})
@@ -229,55 +227,105 @@ class StructuredOutputs(RequestModel):
         return found
 
 
-class NamedFunction(RequestModel):
+class NamedFunction(ClientModel):
     """The name of a function."""
 
     name: Name
 
 
-class NamedTool(RequestModel):
+class NamedTool(ClientModel):
     """A function that must be called."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
-class StreamOptions(RequestModel):
+class AllowedFunction(ClientModel):
+    """A function that may be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedFunctions(ClientModel):
+    """The functions that may be called, and whether one of them must be."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedFunction], Field(max_length=MAX_TOOLS)]
+
+
+class AllowedTools(ClientModel):
+    """The model knows these of the tools alone."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
+
+
+class Thinking(ClientModel):
+    """Whether the model thinks first, where its chat template can say so. Budgets are not enforced."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Ignored = None
+
+
+class StreamOptions(ClientModel):
     """include_usage: a last chunk with the tokens used."""
 
     include_usage: Flag | None = None
-    include_obfuscation: Unserved = None
+    include_obfuscation: Ignored = None
     continuous_usage_stats: Unserved = None
 
 
-class NeutralFields(RequestModel):
-    """Fields of vLLM's and llama.cpp's that are not served: their neutral values alone."""
+_STRUCTURED = "grammars by this name are not served: give structured_outputs or response_format"
 
-    skip_special_tokens: Literal[True] | None = None
-    spaces_between_special_tokens: Literal[True] | None = None
-    add_generation_prompt: Literal[True] | None = None
+
+def _text_alone(value: object) -> object:
+    if isinstance(value, str) and value != "text":
+        raise not_served(not_served_as(value, "modalities"))
+    return value
+
+
+Modality = Annotated[Literal["text"], BeforeValidator(_text_alone, json_schema_input_type=Literal["text"])]
+
+
+class NeutralFields(ClientModel):
+    """Fields of vLLM's and llama.cpp's that are not served. Those that would change the answer: their neutral values alone."""
+
+    guided_json: Annotated[Any, NotServed(_STRUCTURED)] = None
+    guided_regex: Annotated[Any, NotServed(_STRUCTURED)] = None
+    guided_choice: Annotated[Any, NotServed(_STRUCTURED)] = None
+    guided_grammar: Annotated[Any, NotServed(_STRUCTURED)] = None
+    grammar: Annotated[Any, NotServed(_STRUCTURED)] = None
+    json_schema: Annotated[Any, NotServed(_STRUCTURED)] = None
+    allowed_token_ids: Unserved = None
+    logits_processors: Unserved = None
+    response_prefix: Unserved = None
+
+    skip_special_tokens: OnlyTrue = None
+    spaces_between_special_tokens: OnlyTrue = None
+    add_generation_prompt: OnlyTrue = None
     continue_final_message: Unserved = None
-    include_reasoning: Literal[True] | None = None
+    include_reasoning: OnlyTrue = None
     use_beam_search: Unserved = None
-    length_penalty: One | None = None
-    priority: Zero | None = None
+    length_penalty: One = None
+    priority: Ignored = None
     prompt_logprobs: Unserved = None
     return_token_ids: Unserved = None
     truncate_prompt_tokens: Unserved = None
     prompt_embeds: Unserved = None
     kv_transfer_params: Unserved = None
-    cache_prompt: Literal[True] | None = None
+    cache_prompt: Ignored = None
     timings_per_token: Unserved = None
     return_progress: Unserved = None
-    repeat_penalty: One | None = None
-    typical_p: One | None = None
-    dry_multiplier: Zero | None = None
-    mirostat: Zero | None = None
-    n_probs: Zero | None = None
+    repeat_penalty: One = None
+    typical_p: One = None
+    dry_multiplier: Zero = None
+    mirostat: Zero = None
+    n_probs: Zero = None
 
 
 NO_FORMAT = {"response_format": PLAIN_FORMAT}
-NO_STRUCTURE = {"structured_outputs": {"anyOf": [NULL, {"type": "object", "additionalProperties": NULL}]}}
+NO_STRUCTURE = {"structured_outputs": {"anyOf": [NEUTRAL, {"type": "object", "additionalProperties": NEUTRAL}]}}
 
 
 class CommonRequest(NeutralFields):
@@ -321,16 +369,23 @@ class ChatRequest(CommonRequest):
     logprobs: Flag | None = None
     top_logprobs: TopLogprobs | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    tool_choice: (
+        Literal["auto", "none", "required"] | Annotated[NamedTool | AllowedTools, Field(discriminator="type")] | None
+    ) = None
     parallel_tool_calls: Flag | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
-    modalities: list[Literal["text"]] | None = None
-    audio: Unserved = None
-    prediction: Unserved = None
-    functions: Unserved = None
-    function_call: Unserved = None
-    web_search_options: Unserved = None
+    enable_thinking: Flag | None = None
+    thinking: Thinking | None = None
+    modalities: list[Modality] | None = None
+    audio: Annotated[Any, NotServed("audio is not served")] = None
+    prediction: Annotated[Any, NotServed("predicted outputs are not served")] = None
+    functions: Annotated[Any, NotServed("functions are not served: give tools")] = None
+    function_call: Annotated[Any, NotServed("function_call is not served: give tool_choice")] = None
+    web_search_options: Annotated[Any, NotServed("web search is not served")] = None
+    documents: Annotated[Any, NotServed("documents are not served")] = None
+    chat_template: Annotated[Any, NotServed("templates of a request's own are not served")] = None
+    echo: Unserved = None
     service_tier: Ignored = None
     safety_identifier: Ignored = None
     prompt_cache_key: Ignored = None
@@ -351,5 +406,5 @@ class CompletionRequest(CommonRequest):
     )
     logprobs: TopLogprobs | None = None
     echo: Unserved = None
-    suffix: Unserved = None
-    best_of: One | None = None
+    suffix: Annotated[Any, NotServed("text behind the answer (suffix) is not served")] = None
+    best_of: One = None
