@@ -60,7 +60,8 @@ def with_ignored(response: Response, names: Iterable[str]) -> Response:
     known = response.headers.get(IGNORED)
     written = known.split(", ") if known else []
     left_out = 0
-    for name in dict.fromkeys(name.replace(",", "\\x2c") for name in names):
+    # A header's value must not begin or end with a space, and a comma divides names.
+    for name in dict.fromkeys(name.replace(",", "\\x2c").replace(" ", "\\x20") or '""' for name in names):
         if name in written:
             continue
         if sum(map(len, written)) + 2 * len(written) + len(name) > MAX_HEADER_CHARS:

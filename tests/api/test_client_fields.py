@@ -3,6 +3,7 @@ sentence where they would change the answer."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.support.echo_engine import EchoServer
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MESSAGES, COUNT, GENERATE = "/v1/messages", "/v1/messages/count_tokens", "/generate"
 HEADER = "x-redraft-ignored"
+JSON = {"content-type": "application/json"}
 USER: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": USER},
@@ -67,6 +69,24 @@ def test_unknown_fields_are_accepted_and_named(http: httpx.Client, path: str, st
     assert response.status_code == 200, response.text
     assert response.headers[HEADER] == "unheard_of, a\\x2cb\\n\\xe9"
     assert HEADER not in http.post(path, json={**BODIES[path], **more, "nothing": None}).headers
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        (" ", "\\x20"),
+        ("", '""'),
+        ("\t", "\\t"),
+        (" a b ", "\\x20a\\x20b\\x20"),
+        ("\x7f", "\\x7f"),
+        ("\ud800", "\\ud800"),
+    ],
+)
+def test_any_name_is_a_header_s_value(http: httpx.Client, name: str, shown: str) -> None:
+    response = http.post(CHAT, content=json.dumps({"messages": USER, name: 1}), headers=JSON)
+    assert (response.status_code, response.headers[HEADER]) == (200, shown)
+    response = http.post(CHAT, content=json.dumps({"messages": USER, "x": 1, name: 1}), headers=JSON)
+    assert (response.status_code, response.headers[HEADER]) == (200, f"x, {shown}")
 
 
 @ROUTES

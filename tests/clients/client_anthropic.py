@@ -2,7 +2,7 @@
 
 import sys
 
-from anthropic import Anthropic, NotFoundError
+from anthropic import Anthropic, BadRequestError
 from anthropic.types import Message
 
 client = Anthropic(base_url=sys.argv[1], api_key="none", max_retries=0)
@@ -48,7 +48,8 @@ assert tooled.messages.create(model=name, max_tokens=30, messages=turns, tools=T
 
 refused = None
 try:
-    client.messages.create(model="other", max_tokens=5, messages=ASKED)
-except NotFoundError as error:
+    client.messages.create(model=name, max_tokens=5, messages=ASKED, temperature=50)
+except BadRequestError as error:
     refused = error.body["error"]
-assert refused is not None and refused["type"] == "not_found_error"
+assert refused is not None and refused["type"] == "invalid_request_error"
+assert client.messages.create(model="other", max_tokens=5, messages=ASKED).content

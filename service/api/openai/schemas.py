@@ -200,10 +200,20 @@ ResponseFormat = Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discrim
 JSON_OBJECT: Schema = {"type": "object"}
 
 
+_STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")
+
+
 class StructuredOutputs(ClientModel):
     """What the answer must be, by vLLM's names; one of them. json: a schema. grammar: in llguidance's dialect of Lark."""
 
-    model_config = ConfigDict(json_schema_extra={"maxProperties": 1})
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {"properties": {other: {"type": "null"} for other in _STRUCTURES if other != name}}
+                for name in _STRUCTURES
+            ]
+        }
+    )
 
     json_: Schema | None = Field(default=None, alias="json")
     regex: FilledText | None = None
