@@ -48,7 +48,7 @@ assert tooled.messages.create(model=name, max_tokens=30, messages=turns, tools=T
 
 refused = None
 try:
-    client.messages.create(model=name, max_tokens=5, messages=ASKED, temperature=50)
+    client.messages.create(model=name, max_tokens=5, messages=ASKED, extra_body={"temperature": 50})
 except BadRequestError as error:
     refused = error.body["error"]
 assert refused is not None and refused["type"] == "invalid_request_error"
