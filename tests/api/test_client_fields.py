@@ -79,7 +79,6 @@ def test_unknown_fields_are_accepted_and_named(http: httpx.Client, path: str, st
         ("\t", "\\t"),
         (" a b ", "\\x20a\\x20b\\x20"),
         ("\x7f", "\\x7f"),
-        ("\ud800", "\\ud800"),
     ],
 )
 def test_any_name_is_a_header_s_value(http: httpx.Client, name: str, shown: str) -> None:
