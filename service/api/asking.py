@@ -49,6 +49,7 @@ class Asked:
     """One prompt (a chat, a text, or token ids) and how it is to be answered. max_tokens: None for `default_max_tokens`, or for
     as many as the context holds where that is None too. split: reasoning and calls in the answer to a chat are split from its
     text. capped: a max_tokens that the context cannot hold is lowered instead of refused. bad_words: texts that are never said.
+    prediction: what the answer is expected to be.
     prompt_field, max_tokens_field: their names in the request, for errors."""
 
     prompt: Chat | str | Sequence[int]
@@ -67,6 +68,7 @@ class Asked:
     forced_calls: ForcedCalls | None = None
     split: bool = True
     bad_words: Sequence[str] = ()
+    prediction: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +225,8 @@ def to_prompt(asked: Asked, encoder: Encoder, limits: Limits, openings: Openings
         logprobs=asked.logprobs,
         num_draft_tokens=asked.num_draft_tokens,
         constraint=encoder.constraint(grammar, options) if grammar is not None else None,
+        # The answer cannot hold more than the context.
+        prediction=encoder.encode_answer(asked.prediction[: limits.max_prompt_bytes]) if asked.prediction else (),
     )
 
 

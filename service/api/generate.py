@@ -16,7 +16,16 @@ from service.api.errors import describe
 from service.api.events import frame
 from service.api.exchange import DONE, KEEP_ALIVE, EventStream, Exchange
 from service.api.ignored import with_ignored
-from service.api.schemas import DEFAULTS, DeltaAnswer, GenerateAnswer, GenerateRequest, Summary, TimingsAnswer, Usage
+from service.api.schemas import (
+    DEFAULTS,
+    CompletionTokensDetails,
+    DeltaAnswer,
+    GenerateAnswer,
+    GenerateRequest,
+    Summary,
+    TimingsAnswer,
+    Usage,
+)
 from service.api.strict import StrictRoute
 from service.core import BadRequest, Delta, Finished, RedraftError, Sampling
 
@@ -78,6 +87,7 @@ def _asked(body: GenerateRequest) -> Asked:
         num_draft_tokens=body.num_draft_tokens,
         split=False,
         bad_words=body.bad_words or (),
+        prediction=body.prediction or "",
     )
 
 
@@ -125,6 +135,7 @@ def _summary(finished: Finished, model: str, with_tokens: bool) -> Summary:
             prompt_tokens=spent.prompt_n,
             completion_tokens=spent.predicted_n,
             total_tokens=spent.prompt_n + spent.predicted_n,
+            completion_tokens_details=CompletionTokensDetails.of(spent),
         ),
         timings=TimingsAnswer.of(spent),
         tokens=list(finished.output) if with_tokens else None,

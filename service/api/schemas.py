@@ -160,6 +160,24 @@ class GenerateRequest(ClientModel):
     return_tokens: Flag = False
     num_draft_tokens: DraftTokens | None = None
     """Tokens proposed for it in a round, at most; 0: none."""
+    prediction: Text | None = None
+    """What the answer is expected to be, which makes it come faster where that is right."""
+
+
+class CompletionTokensDetails(ResponseModel):
+    """Of answers with a prediction: its tokens that the answer has, and those that it does not have."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+    @classmethod
+    def of(cls, spent: Timings) -> CompletionTokensDetails | None:
+        """As clients see it; None where nothing was predicted."""
+        if not spent.predicted_matched and not spent.predicted_unmatched:
+            return None
+        return cls(
+            accepted_prediction_tokens=spent.predicted_matched, rejected_prediction_tokens=spent.predicted_unmatched
+        )
 
 
 class Usage(ResponseModel):
@@ -168,6 +186,7 @@ class Usage(ResponseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class TimingsAnswer(ResponseModel):

@@ -183,15 +183,20 @@ class Prompt:
     """What keeps the answer within a grammar; of this answer alone."""
     num_draft_tokens: int | None = None
     """Tokens proposed for it in a round, at most; 0: none; None: as many as the planner chooses."""
+    prediction: tuple[int, ...] = ()
+    """What the answer is expected to be, as token ids (OpenAI's predicted outputs). It changes how fast the answer comes, never
+    the answer."""
     cache_salt: str = ""
     """Cached prefixes and looked-up outputs are shared by requests of equal salts alone (vLLM's name)."""
 
 
 class Source(StrEnum):
-    """Who proposed a round's tokens: the draft model, a look-up in what was said before, or a grammar that leaves no choice."""
+    """Who proposed a round's tokens: the draft model, a look-up in what was said before, the request's own prediction, or a
+    grammar that leaves no choice."""
 
     DRAFT = "draft"
     LOOKUP = "lookup"
+    PREDICTION = "prediction"
     GRAMMAR = "grammar"
 
 
@@ -314,7 +319,8 @@ class Timings:
     proposed; draft_n_accepted: of those accepted (never more than were emitted). rounds: all of them; draft_rounds: those in
     which something was proposed. adapters: the versions that drafted for this answer, in order of first use. seconds: wall
     time; queue_seconds: from its arrival until it was admitted, first_token_seconds: until its first token (0: there was
-    none), both part of what is above."""
+    none), both part of what is above. predicted_matched, predicted_unmatched: tokens of the request's prediction that the
+    answer has and does not have."""
 
     prompt_n: int
     prompt_seconds: float
@@ -328,6 +334,8 @@ class Timings:
     cache_n: int = 0
     queue_seconds: float = 0.0
     first_token_seconds: float = 0.0
+    predicted_matched: int = 0
+    predicted_unmatched: int = 0
 
     @property
     def prefill_seconds(self) -> float:
@@ -369,6 +377,8 @@ class Timings:
             cache_n=sum(each.cache_n for each in prompts),
             queue_seconds=max(each.queue_seconds for each in several),
             first_token_seconds=max(each.first_token_seconds for each in several),
+            predicted_matched=sum(each.predicted_matched for each in several),
+            predicted_unmatched=sum(each.predicted_unmatched for each in several),
         )
 
 

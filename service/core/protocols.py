@@ -199,6 +199,10 @@ class Encoder(Protocol):
         """Token ids of a text inside another, without and with a space before it; none where it has no token."""
         ...
 
+    def encode_answer(self, text: str) -> tuple[int, ...]:
+        """Token ids of a text as an answer has it: without special tokens around it."""
+        ...
+
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token stands for."""
         ...

@@ -519,13 +519,13 @@ class Decoder:
         found = self._look_up(rows)
         if self.strategy.launch_ahead and not self._waits(found):
             found: list[LookupProposal | None] = [None for _ in rows]
-        matches = [None if each is None else Match(each.length, len(each.tokens)) for each in found]
+        matches = [None if each is None else Match(each.length, len(each.tokens), each.source) for each in found]
         allowed = (
             not self.batch.failed and any(map(drafts, self.rows)) and (not joining or self._pays_with(joining, load))
         )
         choice = self.planner.choose(load, matches, [row.acceptance for row in rows], drafts=allowed)
         if self.strategy.launch_ahead and self.lookup is not None and self.lookup.waits(found, len(self.rows)):
-            self.lookup.waited(used=any(choice.looked_up))
+            self.lookup.waited(used=any(choice.looked_up), measures=choice.measures)
         return choice, found, matches
 
     def _pays_with(self, joining: int, load: Load) -> bool:

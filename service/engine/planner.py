@@ -13,12 +13,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
+from service.core import Source
 from service.engine.acceptance import Acceptance, Calibration, expected_tokens
 from service.engine.costs import LENGTHS, USUALLY_HELD, Costs, Load, RoundCosts, Speedup
 from service.engine.strategy import current
 
 LOOKED_UP = {8: 0.8, 4: 0.6, 2: 0.4}
 """Acceptance rate of look-ups before any was verified, by how many tokens matched at least."""
+PREDICTED = {8: 0.95, 4: 0.9, 2: 0.7, 1: 0.5, 0: 0.9}
+"""The same of the tokens of predictions, by the strength of the match (`drafters.prediction`)."""
 FORCED, FORCED_RATE = 16, 0.95
 """The same of tokens that a grammar forces, counted as a match of this length: the model may cut their text differently."""
 SWITCH_GAIN = 1.03
@@ -43,10 +46,12 @@ UNMEASURED = 4
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A look-up's result for a row. length: tokens that matched, a key of LOOKED_UP, or FORCED. available: tokens after it."""
+    """A look-up's result for a row. length: tokens that matched, a key of LOOKED_UP, or of PREDICTED, or FORCED. available:
+    tokens after it."""
 
     length: int
     available: int
+    source: Source = Source.LOOKUP
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,8 @@ class Choice:
     drafted: tokens that the draft proposes for every row without a look-up; 0: it is parked. looked_up: tokens of each row's
     look-up, 0 for none, no more than `drafted` where anything is drafted. speed: expected tokens per second. Where anything is
     drafted, by row: rates, the acceptance rates by position, on the low side; lookup_tokens, a used look-up's expected tokens
-    by its length. probe: a try of a parked draft."""
+    by its length. probe: a try of a parked draft. measures: proposals would pay, and there are none so that the cost of plain
+    rounds stays measured."""
 
     drafted: int
     looked_up: tuple[int, ...]
@@ -64,6 +70,7 @@ class Choice:
     rates: tuple[Sequence[float], ...] = field(default=(), compare=False)
     lookup_tokens: tuple[Sequence[float] | None, ...] = field(default=(), compare=False)
     probe: bool = field(default=False, compare=False)
+    measures: bool = field(default=False, compare=False)
 
     @property
     def proposed(self) -> int:
@@ -167,9 +174,12 @@ class Planner:
         self.speedup = Speedup()
         self._draft_lengths = allowed(drafted)
         self._lookup_lengths = allowed(looked_up)
-        self._lookups = {
-            length: Acceptance(looked_up, prior) for length, prior in [*LOOKED_UP.items(), (FORCED, FORCED_RATE)]
+        priors = {
+            **{(Source.LOOKUP, length): prior for length, prior in LOOKED_UP.items()},
+            **{(Source.PREDICTION, strength): prior for strength, prior in PREDICTED.items()},
+            (Source.GRAMMAR, FORCED): FORCED_RATE,
         }
+        self._lookups = {kind: Acceptance(looked_up, prior) for kind, prior in priors.items()}
         self.restart()
 
     def restart(self) -> None:
@@ -220,7 +230,7 @@ class Planner:
         self._proposing_rounds = self._proposing_rounds + 1 if k or looked_up else 0
         if self._proposing_rounds >= (PLAIN if self.costs.established(load, 0, 0) else UNMEASURED):
             self._proposing_rounds = 0
-            return Choice(0, (0,) * load.rows, speed)
+            return Choice(0, (0,) * load.rows, speed, measures=True)
         if k:
             self._parked_rounds = 0
             return expected.choice(k, speed)
@@ -243,8 +253,11 @@ class Planner:
     ) -> _Expected:
         batch = self._draft.rates() if drafts else []
         rates = [each.row_rates(batch) for each in own] if own and drafts else [batch] * load.rows
-        tables = {length: expected_tokens(found.rates()) for length, found in self._lookups.items()}
-        lookup = [[1.0] if m is None else tables[m.length][: m.available + 1] for m in matches]
+        tables = {
+            kind: expected_tokens(self._lookups[kind].rates())
+            for kind in {(match.source, match.length) for match in matches if match is not None}
+        }
+        lookup = [[1.0] if m is None else tables[m.source, m.length][: m.available + 1] for m in matches]
         return _Expected(batch, rates, [expected_tokens(each) for each in rates], lookup)
 
     def _stay_or_switch(self, speeds: dict[int, float]) -> int:
@@ -357,7 +370,7 @@ class Planner:
         ends = [n or choice.drafted for n in choice.looked_up] if proposed is None else proposed
         for row, (match, found, count, end) in enumerate(zip(matches, choice.looked_up, accepted, ends, strict=True)):
             if found and match is not None:
-                self._lookups[match.length].observe(end, count)
+                self._lookups[match.source, match.length].observe(end, count)
             elif choice.drafted and not found and end:
                 self._draft.observe(end, count)
                 if own:

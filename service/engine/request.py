@@ -26,6 +26,7 @@ from service.core import (
 )
 from service.engine.acceptance import Acceptance
 from service.engine.drafters.lookup import NGramIndex
+from service.engine.drafters.prediction import PredictedText
 from service.engine.evidence import Evidence
 from service.engine.history import TokenCounts
 from service.engine.top_logprobs import pack
@@ -142,6 +143,8 @@ class Request:
     counts: TokenCounts = field(default_factory=TokenCounts)
     """Of its tokens, as far as a penalty has asked for them."""
     ngrams: NGramIndex = field(default_factory=NGramIndex)
+    predicted: PredictedText | None = field(init=False)
+    """Where the answer is in the prediction that it came with."""
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(0))
     """Of the serving draft's proposals in this row."""
     draft_failures: int = 0
@@ -158,6 +161,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt.tokens)
+        self.predicted = PredictedText(self.prompt.prediction) if self.prompt.prediction else None
 
     @property
     def output(self) -> list[int]:
@@ -293,6 +297,8 @@ class Request:
         """The last event of the request. Its prompt time includes waiting in the queue."""
         used = dict.fromkeys(round.adapter for round in self.rounds if round.drafted and round.source is Source.DRAFT)
         decode_started_at = self.decode_started_at or self.arrived_at
+        if self.predicted is not None:
+            self.predicted.read(self.output)
         timings = Timings(
             prompt_n=len(self.prompt.tokens),
             prompt_seconds=decode_started_at - self.arrived_at,
@@ -306,6 +312,8 @@ class Request:
             cache_n=self.cached_tokens,
             queue_seconds=self.admitted_at - self.arrived_at,
             first_token_seconds=self.first_token_at - self.arrived_at if self.first_token_at else 0.0,
+            predicted_matched=0 if self.predicted is None else self.predicted.matched,
+            predicted_unmatched=0 if self.predicted is None else self.predicted.unmatched,
         )
         stopped_by = self.text.stopped_by if self.text is not None else None
         return Finished(self.id, self.finish or FinishReason.CANCELLED, tuple(self.output), timings, stopped_by)

@@ -88,7 +88,7 @@ METRICS: tuple[Definition, ...] = (
     ),
     _counter(
         "source_num_drafts_total",
-        "Rounds with proposed tokens, by who proposed: draft model, look-up or grammar.",
+        "Rounds with proposed tokens, by who proposed: draft model, look-up, prediction or grammar.",
         "source",
     ),
     _counter("source_num_draft_tokens_total", "Tokens proposed, by who proposed.", "source"),

@@ -160,6 +160,12 @@ class TextEncoder:
             ]
         return tuple(dict.fromkeys(tokens for tokens in found if tokens))
 
+    def encode_answer(self, text: str) -> tuple[int, ...]:
+        """See core.Encoder. Ids that the model does not have are left out."""
+        with self._lock:
+            tokens = cast("list[int]", self._tokenizer.encode(text, add_special_tokens=False))
+        return tuple(token for token in tokens if token < self.vocabulary)
+
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token stands for: not always whole characters, and none for an id without a token."""
         # Without the lock, which a long prompt holds: the API's event loop calls this.

@@ -174,6 +174,17 @@ asked = [
 ]
 assert tooled.responses.create(model=model, input=asked, tools=[flat], max_output_tokens=30).output_text
 
+# ------------------------------------------------------------------------------------------------------ predicted outputs
+
+said = (
+    client.chat.completions.create(model=MODEL, messages=ASKED, max_tokens=40, temperature=0).choices[0].message.content
+)
+predicted = client.chat.completions.create(
+    model=MODEL, messages=ASKED, max_tokens=40, temperature=0, prediction={"type": "content", "content": said}
+)
+assert predicted.choices[0].message.content == said, predicted
+assert predicted.usage.completion_tokens_details.accepted_prediction_tokens > 30, predicted.usage
+
 # ------------------------------------------------------------------------------------------- another name, and errors
 
 raw = client.chat.completions.with_raw_response.create(model="other", messages=ASKED, max_tokens=2, extra_body={"x": 1})

@@ -14,7 +14,16 @@ from service.core import Prompt, Sampling, Source
 from service.engine.adapters import bare
 from service.engine.costs import Costs
 from service.engine.decoder import Decoder
-from service.engine.drafters.lookup import AT_ONCE, INDEX_TOKENS, LENGTHS, REST, Lookup, LookupProposal, NGramIndex
+from service.engine.drafters.lookup import (
+    AT_ONCE,
+    INDEX_TOKENS,
+    LENGTHS,
+    MEASURED,
+    REST,
+    Lookup,
+    LookupProposal,
+    NGramIndex,
+)
 from service.engine.drafters.proposal import lookup_proposal, merge
 from service.engine.kv.prefix import BLOCK, Owner, PrefixCache
 from service.engine.planner import PROBE, Planner
@@ -280,11 +289,12 @@ def test_look_ups_that_were_not_worth_a_wait_are_not_waited_for_again_at_once() 
     assert lookup.waits(found, 2) and not lookup.waits(found, 3)
     lookup.waited(used=True)
     assert lookup.waits(found, 2)
-    lookup.waited(used=False)
-    for _ in range(REST):
-        assert not lookup.waits(found, 2)
-        lookup.propose([], possible=True)
-    assert lookup.waits(found, 2)
+    for measures, rounds in ((False, REST), (True, MEASURED)):
+        lookup.waited(used=False, measures=measures)
+        for _ in range(rounds):
+            assert not lookup.waits(found, 2)
+            lookup.propose([], possible=True)
+        assert lookup.waits(found, 2)
 
 
 def test_a_long_text_is_indexed_in_steps() -> None:

@@ -121,6 +121,9 @@ class Codepoints:
         word = text.lstrip()
         return tuple(tuple(map(ord, spaced)) for spaced in (word, f" {word}") if spaced)
 
+    def encode_answer(self, text: str) -> tuple[int, ...]:
+        return self.encode_text(text)
+
 
 STATES = TextStateMachine(
     {

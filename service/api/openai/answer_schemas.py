@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from service.api.schemas import ResponseModel, TimingsAnswer
+from service.api.schemas import CompletionTokensDetails, ResponseModel, TimingsAnswer
 from service.core import Timings
 
 
@@ -24,16 +24,20 @@ class UsageAnswer(ResponseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
 
     @classmethod
     def of(cls, spent: Timings) -> UsageAnswer:
         """As clients see it."""
-        return cls(
+        usage = cls(
             prompt_tokens=spent.prompt_n,
             completion_tokens=spent.predicted_n,
             total_tokens=spent.prompt_n + spent.predicted_n,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=spent.cache_n),
         )
+        if (details := CompletionTokensDetails.of(spent)) is not None:
+            usage.completion_tokens_details = details
+        return usage
 
 
 class SpeculativeMetrics(ResponseModel):

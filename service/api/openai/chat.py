@@ -114,6 +114,7 @@ def _asked(body: ChatRequest, frontend: Frontend) -> Asked:
         max_tokens_field=name,
         logprobs=(body.top_logprobs or 0) if wants_logprobs(body) else None,
         forced=_forced_calls(body),
+        prediction="" if body.prediction is None else joined(body.prediction.content),
     )
 
 
@@ -147,6 +148,7 @@ def asked_by(
     max_tokens_field: str = "max_tokens",
     logprobs: int | None,
     forced: ForcedCalls | None = None,
+    prediction: str = "",
 ) -> Asked:
     """What a request to the chat or the completion route asks of one prompt. Raises BadRequest."""
     return Asked(
@@ -179,6 +181,7 @@ def asked_by(
         grammar=_grammar(body),
         forced_calls=forced,
         bad_words=body.bad_words or (),
+        prediction=prediction,
     )
 
 

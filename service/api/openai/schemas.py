@@ -278,6 +278,13 @@ class Thinking(ClientModel):
     budget_tokens: Ignored = None
 
 
+class Predicted(ClientModel):
+    """What the answer is expected to be, which makes it come faster where that is right."""
+
+    type: Literal["content"] = "content"
+    content: Content
+
+
 class StreamOptions(ClientModel):
     """include_usage: a last chunk with the tokens used."""
 
@@ -389,7 +396,7 @@ class ChatRequest(CommonRequest):
     thinking: Thinking | None = None
     modalities: list[Modality] | None = None
     audio: Annotated[Any, NotServed("audio is not served")] = None
-    prediction: Annotated[Any, NotServed("predicted outputs are not served")] = None
+    prediction: Predicted | None = None
     functions: Annotated[Any, NotServed("functions are not served: give tools")] = None
     function_call: Annotated[Any, NotServed("function_call is not served: give tool_choice")] = None
     web_search_options: Annotated[Any, NotServed("web search is not served")] = None

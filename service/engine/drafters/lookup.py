@@ -1,4 +1,5 @@
-"""Prompt look-up decoding: proposes what followed the same n-gram earlier, in the row's text or in recent outputs.
+"""Prompt look-up decoding: proposes what followed the same n-gram earlier, in the row's text or in recent outputs; or what the
+request's own prediction says (`prediction`).
 
 Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding. A proposal comes with the length of its match, by which the planner
 predicts its acceptance. It costs no draft step and is verified like any other.
@@ -30,6 +31,8 @@ WAITED_SHARE = 1 / 2
 were read, and a round that is launched after the one before it was read takes all rows half as long again."""
 REST = 8
 """Rounds that wait for no look-up after one that did, where none was then worth proposing."""
+MEASURED = 3
+"""The same where plain rounds were to be measured: of so many in a row that are launched ahead, one can be timed."""
 
 NGram: TypeAlias = tuple[int, ...]
 
@@ -55,7 +58,8 @@ class NGramIndex:
 
 @dataclass(frozen=True, slots=True)
 class LookupProposal:
-    """The tokens proposed for one row. length: of the matched n-gram, one of LENGTHS; FORCED for what a grammar forces."""
+    """The tokens proposed for one row. length: of the matched n-gram, one of LENGTHS; FORCED for what a grammar forces; of a
+    prediction its kind of match."""
 
     length: int
     tokens: list[int]
@@ -92,7 +96,9 @@ class Lookup:
         found = [
             None
             if row.padding
-            else (forced and self._forced(row)) or self.find(row.tokens, row.ngrams, row.prompt.cache_salt)
+            else (forced and self._forced(row))
+            or self._predicted(row)
+            or self.find(row.tokens, row.ngrams, row.prompt.cache_salt)
             for row in rows
         ]
         return [each and each.up_to(row.prompt.num_draft_tokens) for each, row in zip(found, rows, strict=True)]
@@ -102,14 +108,23 @@ class Lookup:
         tokens = constraint.forced(self.max_tokens) if constraint is not None else []
         return LookupProposal(FORCED, tokens, Source.GRAMMAR) if tokens else None
 
+    def _predicted(self, row: Request) -> LookupProposal | None:
+        if row.predicted is None:
+            return None
+        row.predicted.read(row.output)
+        match = row.predicted.propose(self.max_tokens)
+        return None if match is None else LookupProposal(match[0], list(match[1]), Source.PREDICTION)
+
     def waits(self, found: Sequence[LookupProposal | None], requests: int) -> bool:
         """Whether look-ups of so many requests are worth a round that is launched after the one before it was read."""
-        long = sum(each is not None and each.length >= LENGTHS[0] for each in found)
+        long = sum(
+            each is not None and (each.length >= LENGTHS[0] or each.source is Source.PREDICTION) for each in found
+        )
         return not self._resting and long >= WAITED_SHARE * requests
 
-    def waited(self, *, used: bool) -> None:
-        """A round has waited for look-ups. used: whether it proposed any."""
-        self._resting = 0 if used else REST
+    def waited(self, *, used: bool, measures: bool = False) -> None:
+        """A round has waited for look-ups. used: whether it proposed any. measures: none because of `Choice.measures`."""
+        self._resting = 0 if used else MEASURED if measures else REST
 
     def find(self, tokens: Sequence[int], ngrams: NGramIndex, salt: str = "") -> LookupProposal | None:
         """A proposal to follow `tokens`: the longest match, in the row's own text before recent outputs. None without a match.
