@@ -124,13 +124,13 @@ def at_terminal() -> bool:
 
 
 def agrees(question: str) -> bool | None:
-    """What somebody at the terminal answers, no by default; None: nothing, the input ended."""
+    """What somebody at the terminal answers, no by default; None: nothing, the input ended or cannot be read."""
     while True:
         # By itself `input` writes its prompt to stderr, which may be a file.
         out.print(f"{question} [y/N]: ", end="", highlight=False, soft_wrap=True)
         try:
             answer = input().strip().lower()
-        except EOFError:
+        except (EOFError, OSError):
             out.print()
             return None
         if answer in {"", "n", "no", "y", "yes"}:

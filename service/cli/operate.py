@@ -1,4 +1,4 @@
-"""`train`, `practise` and `adapters`: requests of an operator to a running server, over HTTP, and to the log."""
+"""`train`, `practice` and `adapters`: requests of an operator to a running server, over HTTP, and to the log."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def train(url: Url = LOCAL, wait: Annotated[bool, typer.Option(help="Follow the 
     _follow(url, "/train", wait)
 
 
-def practise(
+def practice(
     minutes: Annotated[float, typer.Option(min=0.1, help="For writing and training together.")] = 15.0,
     url: Url = LOCAL,
     wait: Annotated[bool, typer.Option(help="Follow the run to its end.")] = True,
@@ -115,7 +115,7 @@ def practise(
     """Let the target of a running server write text like what was logged, and train the draft on it.
 
     It pauses while requests are answered. Exits as `train` does. With --on or --off the server remembers, after a restart too,
-    whether it practises by itself while nothing is asked; where its configuration sets training.practice, that is refused.
+    whether practice starts by itself while nothing is asked; where its configuration sets training.practice, that is refused.
     """
     if by_itself is not None:
         now = ask(url, "PUT", "/practice", {"on": by_itself})

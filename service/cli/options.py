@@ -14,10 +14,18 @@ from service.core import BARE_DRAFT
 from service.settings import Settings, load_settings
 
 Config = Annotated[Path | None, typer.Option("--config", help="A TOML file of settings; see configs/.")]
-Target = Annotated[str | None, typer.Option("--target", help="Target model: catalogue name, hub name, or folder.")]
+Model = Annotated[
+    str | None,
+    typer.Argument(help="Target model: catalogue name, hub name, or folder; the same as --target.", show_default=False),
+]
+Target = Annotated[
+    str | None, typer.Option("--target", "--model", "-m", help="Target model: catalogue name, hub name, or folder.")
+]
 Draft = Annotated[
     str | None,
-    typer.Option("--draft", help='Draft model, or "none" for no speculation; by default one is looked for.'),
+    typer.Option(
+        "--draft", "--draft-model", help='Draft model, or "none" for no speculation; by default one is looked for.'
+    ),
 ]
 Database = Annotated[
     str | None,
@@ -50,6 +58,14 @@ def given_flags(**flags: object) -> dict[str, object]:
 def settings_from(config: Path | None, **flags: object) -> Settings:
     """Settings with the flags that were given, which are named as `given_flags` takes them."""
     return load_settings(config, given_flags(**flags))
+
+
+def one_target(model: str | None, target: str | None) -> str | None:
+    """The target that a command line names, as its argument or as --target; None: neither. Raises typer.BadParameter where
+    they name two."""
+    if None not in (model, target) and model != target:
+        raise typer.BadParameter(f"two models are named, {model} and {target} (--target)", param_hint="MODEL")
+    return target if model is None else model
 
 
 def adapter_version(text: str) -> int:

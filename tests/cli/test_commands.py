@@ -527,7 +527,7 @@ def test_the_state_of_a_server_is_shown(served: Served, redraft: Redraft) -> Non
     done = redraft("status", *url, "--config", served.config)
     found = json.loads(done.out)
     assert (done.status, done.err, found["ready"]) == (0, "", True)
-    assert found["model"] == str(served.pair[0]) and found["adapter"] == served.server.get("/adapters")["active"]
+    assert found["model"] == served.pair[0].name and found["adapter"] == served.server.get("/adapters")["active"]
     assert found["requests"] == {"running": 0, "waiting": 0}
     assert 0 < found["acceptance_rate"] < 1 < found["tokens_per_call"] < 8
 

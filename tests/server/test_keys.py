@@ -203,4 +203,4 @@ def test_a_wrong_certificate_is_said(tmp_path: Path) -> None:
     server = in_process_server(tmp_path, write_pair(tmp_path))
     flags = {"server.ssl_certfile": tmp_path / "none.pem", "server.ssl_keyfile": tmp_path / "none.pem"}
     with pytest.raises(Unavailable, match=r"none\.pem"):
-        run_server(load_settings(server.config, flags), on_ready=lambda url, token: None)
+        run_server(load_settings(server.config, flags), on_ready=lambda url, token, choose: None)
