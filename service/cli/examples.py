@@ -50,7 +50,7 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     "cases release": ("redraft cases release", "redraft cases release --run 7"),
     "adapters list": ("redraft adapters list", "redraft adapters list --json -"),
     "adapters activate": ("redraft adapters activate 3", "redraft adapters activate bare"),
-    "adapters remove": ("redraft adapters remove 3",),
+    "adapters remove": ("redraft adapters remove 3", "redraft adapters remove 3 --yes"),
     "adapters rollback": ("redraft adapters rollback", "redraft adapters rollback --expected 3"),
     "adapters export": ("redraft adapters export 3 folder", "redraft adapters export 3 folder --fuse"),
     "adapters push": ("redraft adapters push ORG/NAME --adapter 3 --base-model ORG/DRAFT",),
@@ -63,9 +63,9 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     ),
     "keys create": ("redraft keys create ada", "redraft keys create me --role operator"),
     "keys list": ("redraft keys list", "redraft keys list --json -"),
-    "keys revoke": ("redraft keys revoke ada",),
+    "keys revoke": ("redraft keys revoke ada", "redraft keys revoke ada --yes"),
     "data export": ("redraft data export --client ada --out ada.jsonl", "redraft data export --everything --out -"),
-    "data erase": ("redraft data erase --client ada", "redraft data erase --keep 10000"),
+    "data erase": ("redraft data erase --client ada", "redraft data erase --keep 10000 --yes"),
     "db upgrade": ("redraft db upgrade", "redraft db upgrade --config server.toml"),
 }
 """By command."""

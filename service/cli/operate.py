@@ -13,9 +13,9 @@ from typing import Annotated, Any, cast
 import httpx
 import typer
 
-from service.cli.console import out, progress, table, write_json
+from service.cli.console import out, progress, require_consent, table, write_json
 from service.cli.models import active_adapter, model_folders, pair_folders
-from service.cli.options import LOCAL, VERSION, Config, Json, Url, adapter_name, adapter_version, settings_from
+from service.cli.options import LOCAL, VERSION, Config, Json, Url, Yes, adapter_name, adapter_version, settings_from
 from service.core import (
     BARE_DRAFT,
     AdapterRef,
@@ -41,7 +41,7 @@ def call(
 ) -> httpx.Response:
     """One call to a server, with the key in REDRAFT_API_KEY. Without one, a server on this machine gets the token of the folder
     `home`. Returns any answer. Raises Unavailable where none comes."""
-    local = _is_local(url)
+    local = is_local(url)
     sent_headers = dict(headers or {})
     if key := os.environ.get("REDRAFT_API_KEY") or (_token(home) if home is not None and local else None):
         sent_headers["Authorization"] = f"Bearer {key}"
@@ -60,7 +60,8 @@ def _token(home: Path) -> str | None:
     return read_token(home)
 
 
-def _is_local(url: str) -> bool:
+def is_local(url: str) -> bool:
+    """Whether a URL is of a loopback address."""
     try:
         host = httpx.URL(url).host
         return host in LOOPBACK or ip_address(host).is_loopback
@@ -186,9 +187,16 @@ def remove(
     adapter: Annotated[
         int, typer.Argument(parser=adapter_version, metavar=VERSION, help="A version that does not serve.")
     ],
+    yes: Yes = False,
     url: Url = LOCAL,
 ) -> None:
     """Delete the files of an adapter version. It cannot serve any more; its run and verdict stay on record."""
+    for known in ask(url, "GET", "/adapters")["adapters"]:
+        if known["id"] == adapter:
+            about = f"{known['state']}, of run {known['run']}, made {known['created_at'][:16].replace('T', ' ')}"
+            require_consent(
+                f"delete the files of adapter {adapter} ({about}) at {url}? It cannot serve any more then.", yes
+            )
     ask(url, "DELETE", f"/adapters/{adapter}/files")
     out.print(f"the files of adapter {adapter} are deleted")
 

@@ -44,6 +44,7 @@ MaxTokens = Annotated[int, typer.Option(min=1, help="Output tokens of one prompt
 Markdown = Annotated[Path | None, typer.Option("--markdown", help="Also put the result into this document.")]
 Url = Annotated[str, typer.Option("--url", help="Where the server is.", envvar="REDRAFT_URL")]
 LOCAL = "http://127.0.0.1:8321"
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask. Without a terminal nothing is deleted otherwise.")]
 BARE = "bare"
 """What commands call the bare draft, where they take or show adapter versions."""
 VERSION = "VERSION|bare"

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
-from service.cli.console import at_terminal, err, out, stages, table, write_json
+from service.cli.console import at_terminal, err, out, require_consent, stages, table, write_json
 from service.cli.names import check_model, check_models
-from service.cli.options import Config, Database, Draft, Json, Model, Target, one_target, settings_from
+from service.cli.options import Config, Database, Draft, Json, Model, Target, Yes, one_target, settings_from
 from service.cli.practice_question import ask_aside, tolerate_background
 from service.core import RedraftError, StoreError
 from service.open_files import OpenFilesLimit
@@ -467,7 +467,7 @@ def get_model(name: str, config: Config = None) -> None:
 @models.command("remove")
 def remove(
     name: Annotated[str, typer.Argument(help="As `redraft models list` names it.")],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Yes = False,
     force: Annotated[
         bool, typer.Option("--force", help="Also while an adapter is active that was trained for it.")
     ] = False,
@@ -482,7 +482,6 @@ def remove(
     model = stored_model(name, settings.home)
     if not force:
         require_unneeded(model, settings)
-    if not yes:
-        typer.confirm(f"remove {model.name} ({_size(model.size)}, {model.origin})?", abort=True)
+    require_consent(f"remove {model.name} ({_size(model.size)}, {model.origin})?", yes)
     remove_model(model)
     out.print(f"{model.name} removed, {_size(model.size)}", highlight=False, soft_wrap=True)
