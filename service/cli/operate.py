@@ -15,7 +15,18 @@ import typer
 
 from service.cli.console import out, progress, require_consent, table, write_json
 from service.cli.models import active_adapter, model_folders, pair_folders
-from service.cli.options import LOCAL, VERSION, Config, Json, Url, Yes, adapter_name, adapter_version, settings_from
+from service.cli.options import (
+    API_KEY,
+    LOCAL,
+    VERSION,
+    Config,
+    Json,
+    Url,
+    Yes,
+    adapter_name,
+    adapter_version,
+    settings_from,
+)
 from service.core import (
     BARE_DRAFT,
     AdapterRef,
@@ -43,7 +54,7 @@ def call(
     `home`. Returns any answer. Raises Unavailable where none comes."""
     local = is_local(url)
     sent_headers = dict(headers or {})
-    if key := os.environ.get("REDRAFT_API_KEY") or (_token(home) if home is not None and local else None):
+    if key := os.environ.get(API_KEY) or (_token(home) if home is not None and local else None):
         sent_headers["Authorization"] = f"Bearer {key}"
     # This machine is not reached through a proxy, which would read the token and mark the request as forwarded.
     direct = {"http://": None, "https://": None} if local else None

@@ -43,6 +43,9 @@ Prompts = Annotated[Path, typer.Option(help="JSON lines with id, domain, prompt.
 MaxTokens = Annotated[int, typer.Option(min=1, help="Output tokens of one prompt, at most.")]
 Markdown = Annotated[Path | None, typer.Option("--markdown", help="Also put the result into this document.")]
 Url = Annotated[str, typer.Option("--url", help="Where the server is.", envvar="REDRAFT_URL")]
+API_KEY = "REDRAFT_API_KEY"
+"""In the environment: the key that `serve` asks clients for, and that commands send to a server."""
+FORMER_API_KEY = "REDRAFT_SERVER__API_KEY"
 LOCAL = "http://127.0.0.1:8321"
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask. Without a terminal nothing is deleted otherwise.")]
 BARE = "bare"

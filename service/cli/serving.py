@@ -16,7 +16,19 @@ import typer
 
 from service.cli.console import at_terminal, err, out, require_consent, stages, table, write_json
 from service.cli.names import check_model, check_models
-from service.cli.options import Config, Database, Draft, Json, Model, Target, Yes, one_target, settings_from
+from service.cli.options import (
+    API_KEY,
+    FORMER_API_KEY,
+    Config,
+    Database,
+    Draft,
+    Json,
+    Model,
+    Target,
+    Yes,
+    one_target,
+    settings_from,
+)
 from service.cli.practice_question import ask_aside, tolerate_background
 from service.core import RedraftError, StoreError
 from service.open_files import OpenFilesLimit
@@ -70,7 +82,8 @@ def serve(
     api_key: Annotated[
         str | None,
         typer.Option(
-            help="A client's key, besides those of `redraft keys`. REDRAFT_SERVER__API_KEY keeps it out of lists of processes."
+            envvar=API_KEY,
+            help="A client's key, besides those of `redraft keys`. The environment keeps it out of lists of processes.",
         ),
     ] = None,
     ssl_certfile: Annotated[Path | None, typer.Option(help="Certificate for HTTPS (PEM).")] = None,
@@ -99,7 +112,7 @@ def serve(
     )
     check_models(settings)
     say = _log(settings)
-    for notice in start_notices(settings):
+    for notice in (*start_notices(settings), *_key_notices()):
         say(notice)
     if at_terminal():
         tolerate_background()
@@ -116,6 +129,16 @@ def serve(
         ask_aside(settings, choose_practice)
 
     _exit(run_server(settings, ready))
+
+
+def _key_notices() -> list[str]:
+    """What is said of a key in the environment, which may be there for the commands alone."""
+    notices: list[str] = []
+    if os.environ.get(API_KEY):
+        notices.append(f"{API_KEY} is set: requests need that key, or one of `redraft keys`")
+    if any(name.upper() == FORMER_API_KEY for name in os.environ):
+        notices.append(f"{FORMER_API_KEY} is {API_KEY} now, for this command and those that call a server")
+    return notices
 
 
 def trainer(

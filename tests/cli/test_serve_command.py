@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from service import server
-from service.cli import names, serving
+from service.cli import names
 from service.core import RedraftError
 from service.models.catalog import DRAFTS
 from service.models.draft_choice import write_made_for
@@ -21,23 +20,6 @@ from tests.support.hub_downloads import hub_of
 from tests.support.model_folders import save_model
 from tests.support.oracle import tiny_llama
 from tests.support.tiny_server import write_pair
-
-
-@pytest.fixture
-def settings_served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
-    """The settings of every server that `serve` would have started."""
-    found: list[Settings] = []
-
-    def run(settings: Settings, on_ready: object) -> int:
-        found.append(settings)
-        return 0
-
-    def leave(status: int) -> None:
-        raise SystemExit(status)
-
-    monkeypatch.setattr(server, "run_server", run)
-    monkeypatch.setattr(serving, "_exit", leave)
-    return found
 
 
 @pytest.mark.usefixtures("restored_process")
