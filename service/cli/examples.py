@@ -48,13 +48,21 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     "cases stats": ("redraft cases stats", "redraft cases stats --json -"),
     "cases quarantined": ("redraft cases quarantined",),
     "cases release": ("redraft cases release", "redraft cases release --run 7"),
-    "adapters list": ("redraft adapters list", "redraft adapters list --json -"),
+    "adapters list": (
+        "redraft adapters list",
+        "redraft adapters list --url http://127.0.0.1:9000",
+        "redraft adapters list --json -",
+    ),
     "adapters activate": ("redraft adapters activate 3", "redraft adapters activate bare"),
     "adapters remove": ("redraft adapters remove 3", "redraft adapters remove 3 --yes"),
     "adapters rollback": ("redraft adapters rollback", "redraft adapters rollback --expected 3"),
     "adapters export": ("redraft adapters export 3 folder", "redraft adapters export 3 folder --fuse"),
     "adapters push": ("redraft adapters push ORG/NAME --adapter 3 --base-model ORG/DRAFT",),
-    "runs list": ("redraft runs list", "redraft runs list --limit 5 --json -"),
+    "runs list": (
+        "redraft runs list",
+        "redraft runs list --url http://127.0.0.1:9000",
+        "redraft runs list --limit 5 --json -",
+    ),
     "runs show": ("redraft runs show 7", "redraft runs show 7 --json -"),
     "config show": (
         "redraft config show",

@@ -8,10 +8,11 @@ import uuid
 from collections.abc import Mapping
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import httpx
 import typer
+from pydantic import BaseModel, ValidationError
 
 from service.cli.console import out, progress, require_consent, table, write_json
 from service.cli.models import active_adapter, model_folders, pair_folders
@@ -21,6 +22,7 @@ from service.cli.options import (
     VERSION,
     Config,
     Json,
+    Remote,
     Url,
     Yes,
     adapter_name,
@@ -37,6 +39,8 @@ from service.core import (
     Unavailable,
 )
 from service.settings import LOOPBACK, Settings
+
+Shape = TypeVar("Shape", bound=BaseModel)
 
 adapters = typer.Typer(help="Adapter versions of the draft.", no_args_is_help=True)
 
@@ -104,6 +108,15 @@ def ask(
     return cast("dict[str, Any]", body)
 
 
+def read(url: str, path: str, shape: type[Shape], *, home: Path | None = None) -> Shape:
+    """What a server answers to GET, as `ask` does, in its shape. Raises Unavailable where the answer has another one."""
+    body = ask(url, "GET", path, home=home)
+    try:
+        return shape.model_validate(body)
+    except ValidationError as error:
+        raise Unavailable(f"what answers at {url} is not `redraft serve`, or one of another version") from error
+
+
 def train(url: Url = LOCAL, wait: Annotated[bool, typer.Option(help="Follow the run to its end.")] = True) -> None:
     """Force one training run on a running server.
 
@@ -161,25 +174,33 @@ def _follow(url: str, path: str, wait: bool) -> None:
 
 
 @adapters.command("list")
-def list_adapters(config: Config = None, json: Json = None) -> None:
-    """Every adapter version, newest first, with the pair that it serves: how the fingerprints of target and draft begin."""
-    from service.api.schemas import AdapterAnswer
+def list_adapters(url: Remote = None, config: Config = None, json: Json = None) -> None:
+    """Every adapter version, newest first, with the pair that it serves: how the fingerprints of target and draft begin; of
+    this machine's database also the folders."""
+    from service.api.schemas import AdapterAnswer, AdaptersAnswer
     from service.store.stores import open_stores
 
-    stores = open_stores(settings_from(config))
-    try:
-        found = stores.adapters.all()
-    finally:
-        stores.close()
+    settings, folders = settings_from(config), dict[int, Path]()
+    if url is not None:
+        found = read(url, "/adapters", AdaptersAnswer, home=settings.home).adapters
+    else:
+        stores = open_stores(settings)
+        try:
+            known = stores.adapters.all()
+        finally:
+            stores.close()
+        found = [AdapterAnswer.model_validate(ref) for ref in known]
+        folders = {ref.id: ref.folder for ref in known}
     rows = [
         (a.id, a.state, adapter_name(a.parent), a.run or "", a.erased_texts or "", a.rank, a.sha256[:12],
-         f"{a.created_at:%Y-%m-%d %H:%M}", f"{(a.target or '?')[:6]} {a.draft[:6]}", a.folder)
+         f"{a.created_at:%Y-%m-%d %H:%M}", f"{(a.target or '?')[:6]} {a.draft[:6]}",
+         *([folders[a.id]] if url is None else []))
         for a in found
     ]  # fmt: skip
-    columns = ("id", "state", "parent", "run", "erased texts", "rank", "sha256", "made", "pair", "folder")
-    table("adapters", columns, rows)
-    plain = [AdapterAnswer.model_validate(a).model_dump(mode="json") | {"folder": str(a.folder)} for a in found]
-    write_json(json, {"adapters": plain})
+    columns = ("id", "state", "parent", "run", "erased texts", "rank", "sha256", "made", "pair")
+    table("adapters", (*columns, "folder") if url is None else columns, rows)
+    here = [{"folder": str(folders[a.id])} if url is None else {} for a in found]
+    write_json(json, {"adapters": [a.model_dump(mode="json") | folder for a, folder in zip(found, here, strict=True)]})
 
 
 @adapters.command()

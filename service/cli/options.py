@@ -43,6 +43,12 @@ Prompts = Annotated[Path, typer.Option(help="JSON lines with id, domain, prompt.
 MaxTokens = Annotated[int, typer.Option(min=1, help="Output tokens of one prompt, at most.")]
 Markdown = Annotated[Path | None, typer.Option("--markdown", help="Also put the result into this document.")]
 Url = Annotated[str, typer.Option("--url", help="Where the server is.", envvar="REDRAFT_URL")]
+Remote = Annotated[
+    str | None,
+    typer.Option(
+        "--url", help="Ask the server there; by default the database of these settings is read.", envvar="REDRAFT_URL"
+    ),
+]
 API_KEY = "REDRAFT_API_KEY"
 """In the environment: the key that `serve` asks clients for, and that commands send to a server."""
 FORMER_API_KEY = "REDRAFT_SERVER__API_KEY"
