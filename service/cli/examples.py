@@ -43,7 +43,11 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     "bench swap": ("redraft bench swap --clients 8",),
     "bench store": ("redraft bench store --cases 100000",),
     "bench round": ("redraft bench round --rows 1,4 --modes plain,drafted",),
-    "cases list": ("redraft cases list --limit 50 --text", "redraft cases list --json -"),
+    "cases list": (
+        "redraft cases list --limit 50 --text",
+        "redraft cases list --url http://127.0.0.1:9000",
+        "redraft cases list --json -",
+    ),
     "cases show": ("redraft cases show 17", "redraft cases show 17 --json -"),
     "cases stats": ("redraft cases stats", "redraft cases stats --json -"),
     "cases quarantined": ("redraft cases quarantined",),

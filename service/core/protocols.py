@@ -454,6 +454,10 @@ class Overview(Protocol):
         """Of the newest failure cases those of which the draft was surest and the target least, one for each pair of tokens."""
         ...
 
+    def newest_cases(self, limit: int, offset: int) -> list[Disagreement]:
+        """The newest failure cases, near-ties too, newest first, without the first `offset`."""
+        ...
+
     def newest_run(self) -> TrainingRun | None:
         """The newest training run, over or not; None: there was none."""
         ...

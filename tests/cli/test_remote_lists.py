@@ -6,15 +6,16 @@ import json
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import httpx
 import pytest
 
-from service.core import RunState
+from service.core import Disagreement, RunState
 from tests.support.command_line import Redraft, cells, one_sentence
-from tests.support.echo_engine import TOKEN, EchoServer, make_run
+from tests.support.echo_engine import OWNED, TOKEN, EchoServer, make_run
 from tests.support.store_rows import LOST
 
 
@@ -77,12 +78,29 @@ def test_runs_of_a_server_are_listed_and_shown(url: str, redraft: Redraft, monke
     assert "999" in unknown.err
 
 
+def test_cases_of_a_server_are_listed(server: EchoServer, url: str, redraft: Redraft) -> None:
+    tokens, now = tuple(map(ord, "before\x1b")), datetime(2026, 1, 31, tzinfo=UTC)
+    server.overview.cases = [
+        Disagreement(f"g{i}", i, "sql", None, 3, tokens, ord("x"), ord("y"), float("nan"), 0.5, now, tie=i == 129)
+        for i in range(130)
+    ]
+    for words, expected in (((), range(129, 109, -1)), (("--limit", 999, "--offset", 2), range(127, -1, -1))):
+        done = redraft("cases", "list", "--url", url, *words)
+        assert (done.status, done.err) == (0, "")
+        assert [int(row[2]) for row in cells(done.out)] == list(expected)
+    newest = cells(redraft("cases", "list", "--url", url, "--limit", 1).out)
+    assert newest == [["g129", "sql", "129", '"before\\x1b"', '"x"', '"y"', "?", "0.500", "tie"]]
+    found = plain(redraft, "cases", "list", "--url", url, "--limit", 2)
+    asked = httpx.get(f"{url}/cases?order=newest&limit=2", headers=OWNED)
+    assert found == asked.json()
+
+
 def test_what_is_no_such_server_is_one_sentence(redraft: Redraft) -> None:
     class Other(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(b'{"adapters": [{"id": "one"}], "runs": 3}')
+            self.wfile.write(b'{"adapters": [{"id": "one"}], "runs": 3, "cases": [1]}')
 
         def log_message(self, format: str, *args: object) -> None:
             pass
@@ -90,7 +108,7 @@ def test_what_is_no_such_server_is_one_sentence(redraft: Redraft) -> None:
     with HTTPServer(("127.0.0.1", 0), Other) as listening:
         threading.Thread(target=listening.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{listening.server_port}"
-        for words in (("adapters", "list"), ("runs", "list"), ("runs", "show", 1)):
+        for words in (("adapters", "list"), ("runs", "list"), ("runs", "show", 1), ("cases", "list")):
             done = redraft(*words, "--url", address)
             one_sentence(done)
             assert f"what answers at {address} is not `redraft serve`" in done.err

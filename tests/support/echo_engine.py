@@ -437,6 +437,9 @@ class InMemoryOverview:
     def disagreements(self, limit: int) -> list[Disagreement]:
         return self.cases[:limit]
 
+    def newest_cases(self, limit: int, offset: int) -> list[Disagreement]:
+        return self.cases[::-1][offset : offset + limit]
+
     def newest_run(self) -> TrainingRun | None:
         return self.run
 

@@ -73,9 +73,11 @@ class CaseAnswer(ResponseModel):
     p: Finite
     q: Finite
     created_at: datetime
+    tie: bool
+    """The two differ by numerical noise alone; only among the newest."""
 
 
 class CasesAnswer(ResponseModel):
-    """The worst first."""
+    """The worst first, or the newest."""
 
     cases: list[CaseAnswer]
