@@ -37,7 +37,7 @@ def list_cases(
     json: Json = None,
 ) -> None:
     """Where the draft was rejected: what it proposed, and what the target said instead. Of a server (--url) as text:
-    those of its pair among the newest 2,000."""
+    those of its pair."""
     from service.cli.case_text import TextReader
     from service.store.stores import open_stores
 
@@ -71,19 +71,21 @@ def _list_served(url: str, home: Path, limit: int, offset: int, json: Path | Non
     from service.api.page.schemas import CasesAnswer
 
     found: list[CaseAnswer] = []
-    while len(found) < limit:
-        asked = min(limit - len(found), MAX_CASES)
-        path = f"/cases?order=newest&limit={asked}&offset={offset + len(found)}"
-        page = read(url, path, CasesAnswer, home=home).cases
+    before = ""
+    while len(found) < offset + limit:
+        asked = min(offset + limit - len(found), MAX_CASES)
+        page = read(url, f"/cases?order=newest&limit={asked}{before}", CasesAnswer, home=home).cases
         found += page
         if len(page) < asked:
             break
+        before = f"&before={page[-1].case}"
+    del found[:offset]
     rows = [
-        (c.id[:12], c.domain or "", c.position, f'"{c.context}"', f'"{c.drafted}"', f'"{c.target}"', _share(c.p), _share(c.q),
-         "tie" if c.tie else "")
+        (c.case, c.id[:12], c.domain or "", c.position, f'"{c.context}"', f'"{c.drafted}"', f'"{c.target}"', _share(c.p),
+         _share(c.q), "tie" if c.tie else "")
         for c in found
     ]  # fmt: skip
-    columns = ("generation", "domain", "at", "before", "drafted", "target", "p", "q", "")
+    columns = ("id", "generation", "domain", "at", "before", "drafted", "target", "p", "q", "")
     table("failure cases", columns, rows)
     write_json(json, {"cases": [case.model_dump(mode="json") for case in found]})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -12,6 +13,8 @@ LIKENESS = 0.7
 """How like a name has to be to be suggested (difflib's ratio)."""
 HUB_SECONDS = 10.0
 """Longest wait for the hub's answer about a name."""
+PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)")
+"""The address of a model's page on the hub."""
 CONVERSIONS = "mlx-community"
 """The organisation of the hub whose conversions run here as they are."""
 
@@ -29,13 +32,18 @@ def check_model(name: str, home: Path, revision: str | None = None) -> None:
     model that is not in its cache."""
     from service.models.catalog import cached, entries, hub_name, unavailable
 
+    is_folder = Path(name).expanduser().is_dir()
+    if name.casefold().endswith(".gguf") and not is_folder:
+        raise ModelError(
+            f"{name} is a GGUF file, and those are not served: name the folder or the hub name of an MLX model"
+        )
     on_hub = hub_name(name) is not None
     problem = unavailable(name, home, revision=revision)
     if problem is None and on_hub and cached(name, revision) is None:
         problem = _hub_problem(name, revision)
     if problem is None:
         return
-    if on_hub or Path(name).expanduser().is_dir() or name in {entry.name for entry in entries()}:
+    if on_hub or is_folder or name in {entry.name for entry in entries()}:
         raise ModelError(problem + _suggestion(name, home))
     known = ", ".join(entry.name for entry in entries())
     others = f"give a name of the catalogue ({known}), a hub name (org/name), or a folder"
@@ -75,6 +83,8 @@ def near_names(name: str, home: Path) -> list[str]:
     from service.models.draft_choice import FAMILIES
     from service.models.inventory import stored_models
 
+    if (page := PAGE.match(name)) is not None:
+        return [page[1]]
     here = [model.name for model in stored_models(home) if not model.is_draft]
     known = list(dict.fromkeys((*here, *(entry.name for entry in entries()))))
     wanted = _last(name)

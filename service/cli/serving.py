@@ -56,6 +56,7 @@ def serve(
         typer.Option(
             "--alias",
             "--served-model-name",
+            "-a",
             help="The model's name in the API, in place of its own; may be repeated (server.model_aliases).",
         ),
     ] = None,
@@ -88,6 +89,9 @@ def serve(
     ] = None,
     ssl_certfile: Annotated[Path | None, typer.Option(help="Certificate for HTTPS (PEM).")] = None,
     ssl_keyfile: Annotated[Path | None, typer.Option(help="Its key (PEM).")] = None,
+    log_level: Annotated[
+        str | None, typer.Option(help="debug, info, warning or error; a request's line is of level info.")
+    ] = None,
 ) -> None:
     """Serve a model over HTTP (OpenAI's, Anthropic's and Redraft's own routes), and keep improving its draft while doing so."""
     from service.app import start_notices
@@ -100,6 +104,7 @@ def serve(
         server__host=host,
         server__port=port,
         server__model_aliases=alias or None,
+        server__log_level=log_level,
         engine__max_context=max_context,
         engine__num_draft_tokens=num_draft_tokens,
         store__url=database,

@@ -81,15 +81,17 @@ def test_runs_of_a_server_are_listed_and_shown(url: str, redraft: Redraft, monke
 def test_cases_of_a_server_are_listed(server: EchoServer, url: str, redraft: Redraft) -> None:
     tokens, now = tuple(map(ord, "before\x1b")), datetime(2026, 1, 31, tzinfo=UTC)
     server.overview.cases = [
-        Disagreement(f"g{i}", i, "sql", None, 3, tokens, ord("x"), ord("y"), float("nan"), 0.5, now, tie=i == 129)
+        Disagreement(
+            f"g{i}", i, "sql", None, 3, tokens, ord("x"), ord("y"), float("nan"), 0.5, now, tie=i == 129, case=i + 1
+        )
         for i in range(130)
     ]
     for words, expected in (((), range(129, 109, -1)), (("--limit", 999, "--offset", 2), range(127, -1, -1))):
         done = redraft("cases", "list", "--url", url, *words)
         assert (done.status, done.err) == (0, "")
-        assert [int(row[2]) for row in cells(done.out)] == list(expected)
+        assert [int(row[3]) for row in cells(done.out)] == list(expected)
     newest = cells(redraft("cases", "list", "--url", url, "--limit", 1).out)
-    assert newest == [["g129", "sql", "129", '"before\\x1b"', '"x"', '"y"', "?", "0.500", "tie"]]
+    assert newest == [["130", "g129", "sql", "129", '"before\\x1b"', '"x"', '"y"', "?", "0.500", "tie"]]
     found = plain(redraft, "cases", "list", "--url", url, "--limit", 2)
     asked = httpx.get(f"{url}/cases?order=newest&limit=2", headers=OWNED)
     assert found == asked.json()

@@ -227,10 +227,12 @@ def test_the_newest_cases_come_in_order_with_near_ties_and_by_the_page(stores: S
         made(3, 3, cases=[case(2, 0.8, 0.2, drafted=4)]),
     ]
     overview = fill(stores, log)
-    found = overview.newest_cases(10, 0)
+    found = overview.newest_cases(10)
     assert [(one.drafted, one.tie) for one in found] == [(4, False), (3, False), (2, True), (1, False)]
     assert (found[0].generation, found[0].q, found[0].context[-1]) == (log[3].id, 0.8, log[3].output[1])
-    pages = [overview.newest_cases(3, offset) for offset in (0, 3, 6)]
+    first = overview.newest_cases(3)
+    second = overview.newest_cases(3, first[-1].case)
+    pages = [first, second, overview.newest_cases(3, second[-1].case)]
     assert [[one.drafted for one in page] for page in pages] == [[4, 3, 2], [1], []]
     stores.close()
 

@@ -55,7 +55,7 @@ What each does in full, and examples, are in its `--help`.
 | exit status | what |
 | --- | --- |
 | 0 | It is done. `serve` and `trainer` end with it after SIGTERM or Ctrl-C. |
-| 1 | It failed, for the reason in its last line on stderr (`redraft: ...`); the answer to a question was no; or what a command checks is not so (`status`: the server is not ready; `doctor`: `serve` cannot work; `train`: no verdict; `demo`: see there). |
+| 1 | It failed (the last line on stderr says why), the answer to a question was no, or what it checks is not so. |
 | 2 | The words of the command line are wrong. |
 | 70 | `serve`: the engine died or hung. Whoever supervises the process starts it again. |
 | 128 + n | Signal n ended it: 130 after Ctrl-C, 143 after SIGTERM (of a server: the second one). |

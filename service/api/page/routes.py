@@ -22,7 +22,7 @@ FRESH_SECONDS = 2.0
 Hours = Annotated[int, Query(ge=1, le=24 * 366), NUMERAL]
 MAX_CASES = 100
 Limit = Annotated[int, Query(ge=1, le=MAX_CASES), NUMERAL]
-Offset = Annotated[int, Query(ge=0, lt=2**31), NUMERAL]
+Before = Annotated[int | None, Query(ge=1, lt=2**63), NUMERAL]
 
 
 def page_routes(overview: Overview, encoder: Encoder, feed: Feed) -> APIRouter:
@@ -53,15 +53,15 @@ def page_routes(overview: Overview, encoder: Encoder, feed: Feed) -> APIRouter:
 
     @router.get("/cases")
     async def cases(
-        response: Response, limit: Limit = 20, order: Literal["worst", "newest"] = "worst", offset: Offset = 0
+        response: Response, limit: Limit = 20, order: Literal["worst", "newest"] = "worst", before: Before = None
     ) -> CasesAnswer:
         """Of the newest failure cases those of which the draft was surest and the target least, with the text before
-        them; or, by `order=newest`, the newest, near-ties too, without the first `offset`."""
+        them; or, by `order=newest`, the newest, near-ties too; the next page are those `before` the last `case` of this one."""
         response.headers.update({**SECURITY, "cache-control": "no-store"})
 
         def read() -> list[CaseAnswer]:
             newest = order == "newest"
-            found = overview.newest_cases(limit, offset) if newest else overview.disagreements(limit)
+            found = overview.newest_cases(limit, before) if newest else overview.disagreements(limit)
             return [_case(each, encoder) for each in found]
 
         return CasesAnswer(cases=await to_thread.run_sync(read, limiter=threads))
@@ -106,4 +106,5 @@ def _case(found: Disagreement, encoder: Encoder) -> CaseAnswer:
         q=found.q,
         created_at=found.created_at,
         tie=found.tie,
+        case=found.case,
     )

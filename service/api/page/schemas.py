@@ -73,6 +73,8 @@ class CaseAnswer(ResponseModel):
     p: Finite
     q: Finite
     created_at: datetime
+    case: int
+    """Its own id, for `before`."""
     tie: bool
     """The two differ by numerical noise alone; only among the newest."""
 

@@ -37,16 +37,16 @@ def worst_cases(connection: Connection, who: Provenance, limit: int) -> list[Dis
     return list(worst.values())
 
 
-def newest_cases(connection: Connection, who: Provenance, limit: int, offset: int) -> list[Disagreement]:
+def newest_cases(connection: Connection, who: Provenance, limit: int, before: int | None) -> list[Disagreement]:
     """See core.Overview.newest_cases. Of the newest NEWEST, of any pair."""
-    newest = (
-        select(failure_cases.c.id, failure_cases.c.seq).order_by(failure_cases.c.id.desc()).limit(NEWEST).subquery()
-    )
+    earlier = [] if before is None else [failure_cases.c.id < before]
+    newest = select(failure_cases.c.id, failure_cases.c.seq).where(*earlier).order_by(failure_cases.c.id.desc())
+    newest = newest.limit(NEWEST).subquery()
     pair = (generations.c[name] for name in ("tokenizer", "target", "draft"))
     query = select(newest.c.id, *pair).join_from(newest, generations, generations.c.seq == newest.c.seq)
     # Without prompts and answers, which are read of those that are shown.
     mine = [row.id for row in connection.execute(query.order_by(newest.c.id.desc())) if same_pair(row, who)]
-    these = _cases(failure_cases).where(failure_cases.c.id.in_(mine[offset : offset + limit]))
+    these = _cases(failure_cases).where(failure_cases.c.id.in_(mine[:limit]))
     return [_disagreement(row) for row in connection.execute(these.order_by(failure_cases.c.id.desc()))]
 
 
@@ -56,6 +56,7 @@ def _cases(cases: FromClause) -> Select[Any]:
     return select(
         *(cases.c[name] for name in ("position", "drafted", "p", "q", "tie")),
         cases.c.target.label("correct"),
+        cases.c.id.label("case"),
         *(generations.c[name] for name in named),
     ).join_from(cases, generations, generations.c.seq == cases.c.seq)
 
@@ -77,4 +78,5 @@ def _disagreement(row: Row[Any]) -> Disagreement:
         q=row.q,
         created_at=utc(row.created_at),
         tie=row.tie,
+        case=row.case,
     )

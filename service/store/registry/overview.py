@@ -41,10 +41,10 @@ class PairOverview:
         with self._db.read() as connection:
             return worst_cases(connection, self._who, limit)
 
-    def newest_cases(self, limit: int, offset: int) -> list[Disagreement]:
-        """See core.Overview. Of the database's newest 2,000."""
+    def newest_cases(self, limit: int, before: int | None = None) -> list[Disagreement]:
+        """See core.Overview. Of 2,000 of the database."""
         with self._db.read() as connection:
-            return newest_cases(connection, self._who, limit, offset)
+            return newest_cases(connection, self._who, limit, before)
 
     def newest_run(self) -> TrainingRun | None:
         """See core.Overview."""
