@@ -52,6 +52,8 @@ def set_up(form: Literal["text", "json"], level: Literal["debug", "info", "warni
     logging.captureWarnings(True)
     # It logs every tick, and every tick that found the last one still at work.
     logging.getLogger("apscheduler").setLevel(logging.ERROR)
+    # A line for every migration of a database.
+    logging.getLogger("alembic").setLevel(logging.WARNING)
 
 
 def _add_fields(logger: WrappedLogger, name: str, event: EventDict) -> EventDict:

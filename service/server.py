@@ -23,7 +23,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.api import Doors, Feed, Limits, ModelNames, build_api, build_startup_api
 from service.app import PRACTICE, TARGETS, Folders, logged_outputs, resolve_models
-from service.core import Access, BadRequest, Forget, ModelError, Provenance, RedraftError, Unavailable, ending_signals
+from service.core import (
+    Access,
+    BadRequest,
+    Forget,
+    ModelError,
+    PracticeState,
+    Provenance,
+    RedraftError,
+    Unavailable,
+    ending_signals,
+)
 from service.engine import device
 from service.engine.adapters import served
 from service.engine.decoder import Decoder
@@ -243,6 +253,11 @@ class Application:
             "targets": lambda selection: remove_files(self.settings.home / TARGETS),
             "practice": lambda selection: practice_text.remove(self.settings.home / PRACTICE),
         }
+
+    def choose_practice(self, on: bool) -> PracticeState:
+        """See core.Operator. Once `start` is through."""
+        assert self._supervisor is not None
+        return self._supervisor.choose_practice(on)
 
     def drain(self) -> None:
         """Refuse new requests, let running ones finish within the drain time, end the rest with an error."""
@@ -484,12 +499,17 @@ def _check_certificate(certfile: Path | None, keyfile: Path | None) -> None:
             raise Unavailable(f"server.ssl_certfile {certfile} and server.ssl_keyfile {keyfile}: {error}") from error
 
 
-def run_server(settings: Settings, on_ready: Callable[[str, str | None], None]) -> int:
+OnReady = Callable[[str, str | None, Callable[[bool], object]], None]
+"""Called with the server's URL, the token of the home folder where it opens what was recorded, and
+core.Operator.choose_practice, which turns practice on or off."""
+
+
+def run_server(settings: Settings, on_ready: OnReady) -> int:
     """Serve until a signal comes. Returns the exit status: FATAL_EXIT after the engine died. A second signal ends the process
     at once, with status 128 and its number.
 
-    HTTP answers at once, with 503 while the models load; on_ready is called on another thread when they have been loaded, with
-    the URL, and the token of the home folder where it opens what was recorded. Raises what made serving impossible.
+    HTTP answers at once, with 503 while the models load; on_ready is called on another thread when they have been loaded.
+    Raises what made serving impossible.
     """
     # The database, its log, adapters and logs hold what clients wrote: nothing of it is for other users of this machine.
     os.umask(0o077)
@@ -516,7 +536,8 @@ def run_server(settings: Settings, on_ready: Callable[[str, str | None], None]) 
             return
         host, port = listener.getsockname()[:2]
         scheme = "http" if settings.server.ssl_certfile is None else "https"
-        on_ready(f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}", application.token)
+        url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+        on_ready(url, application.token, application.choose_practice)
 
     _check_certificate(settings.server.ssl_certfile, settings.server.ssl_keyfile)
     listener = _listen(settings.server.host, settings.server.port)

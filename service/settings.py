@@ -218,7 +218,7 @@ class TrainingSettings(Section):
     """The same while the system is short of memory."""
     practice: bool = False
     """While nothing is asked, the target writes text like what was logged, and the draft learns from it. Set, true or false, it
-    wins over what an operator chose (`redraft practise --on`, the page)."""
+    wins over what an operator chose (`redraft practice --on`, the page)."""
     practice_minutes_per_day: float = Field(default=60.0, ge=0, le=1440)
     """So many minutes of practice in 24 hours, what is asked for included; none starts by itself beyond it."""
     practice_gb: float = Field(default=2.0, ge=0)
@@ -262,7 +262,8 @@ class ServerSettings(Section):
     allowed_hosts: list[str] = ["localhost", "127.0.0.1", "::1"]
     """Names and addresses by which clients may call this server (`Host`), without ports; `host` is always one of them."""
     model_aliases: list[str] = []
-    """Other names of the target: `GET /v1/models` lists them, and answers to requests that use one have it."""
+    """Names of the model in the API, in place of the target's own: `GET /v1/models` lists them first, and answers have the one
+    that the request used, else the first. The target's own name is answered too."""
     strict_requests: bool = False
     """Fields that this server never heard of are refused with 400, and names of models that it does not serve with 404.
     Otherwise such a request is answered, and the header `x-redraft-ignored` names what was ignored."""

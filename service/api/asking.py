@@ -80,14 +80,19 @@ class ModelNames:
 
     @classmethod
     def of_target(cls, target: str, aliases: Sequence[str]) -> ModelNames:
-        """Of a target as it is configured: a folder is known by its own name, and by its path as well."""
+        """Of a target as it is configured: a folder is known by its own name, and by its path as well. Aliases come first,
+        and the first of them is then the model's name."""
         folder = Path(os.path.abspath(Path(target).expanduser()))
         if not folder.is_dir():
-            return cls(target, aliases)
+            return cls._of(*aliases, target)
         # In the hub's cache a folder is called by its revision: models--owner--name/snapshots/revision.
         kept = folder.parent.parent.name if folder.parent.name == "snapshots" else ""
         name = kept.removeprefix("models--").replace("--", "/") if kept.startswith("models--") else folder.name
-        return cls(name or target, (*aliases, target))
+        return cls._of(*aliases, name or target, target)
+
+    @classmethod
+    def _of(cls, first: str, *others: str) -> ModelNames:
+        return cls(first, others)
 
     @property
     def all(self) -> list[str]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from service.cli.console import err, out, table, write_json
-from service.cli.options import Config, Json, settings_from
+from service.cli.operate import read
+from service.cli.options import Config, Json, Remote, settings_from
 from service.core import RedraftError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from service.api.page.schemas import CaseAnswer
     from service.cli.case_text import CaseText, TextReader
     from service.store.log.cases import CaseRow
     from service.store.stores import Stores
@@ -24,6 +27,7 @@ cases = typer.Typer(help="Where the draft was rejected, and which texts are quar
 @cases.command("list")
 def list_cases(
     config: Config = None,
+    url: Remote = None,
     limit: Annotated[int, typer.Option(min=1, help="How many, newest first.")] = 20,
     offset: Annotated[int, typer.Option(min=0)] = 0,
     text: Annotated[
@@ -32,11 +36,15 @@ def list_cases(
     ] = False,
     json: Json = None,
 ) -> None:
-    """Where the draft was rejected: what it proposed, and what the target said instead."""
+    """Where the draft was rejected: what it proposed, and what the target said instead. Of a server (--url) as text:
+    those of its pair."""
     from service.cli.case_text import TextReader
     from service.store.stores import open_stores
 
     settings = settings_from(config)
+    if url is not None:
+        _list_served(url, settings.home, limit, offset, json)
+        return
     stores = open_stores(settings)
     try:
         found = stores.cases.newest(limit, offset)
@@ -55,6 +63,35 @@ def list_cases(
         ]  # fmt: skip
     table("failure cases", columns, rows)
     write_json(json, {"cases": [_plain(r) | ({"text": _fields(texts[r.id])} if text else {}) for r in found]})
+
+
+def _list_served(url: str, home: Path, limit: int, offset: int, json: Path | None) -> None:
+    """List the newest failure cases of a server, which hands them out by the page."""
+    from service.api.page.routes import MAX_CASES
+    from service.api.page.schemas import CasesAnswer
+
+    found: list[CaseAnswer] = []
+    before = ""
+    while len(found) < offset + limit:
+        asked = min(offset + limit - len(found), MAX_CASES)
+        page = read(url, f"/cases?order=newest&limit={asked}{before}", CasesAnswer, home=home).cases
+        found += page
+        if len(page) < asked:
+            break
+        before = f"&before={page[-1].case}"
+    del found[:offset]
+    rows = [
+        (c.case, c.id[:12], c.domain or "", c.position, f'"{c.context}"', f'"{c.drafted}"', f'"{c.target}"', _share(c.p),
+         _share(c.q), "tie" if c.tie else "")
+        for c in found
+    ]  # fmt: skip
+    columns = ("id", "generation", "domain", "at", "before", "drafted", "target", "p", "q", "")
+    table("failure cases", columns, rows)
+    write_json(json, {"cases": [case.model_dump(mode="json") for case in found]})
+
+
+def _share(probability: float | None) -> str:
+    return "?" if probability is None else f"{probability:.3f}"
 
 
 @cases.command()

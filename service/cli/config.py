@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json as encoding
+import os
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
 from service.cli.console import table, write_json
-from service.cli.options import Config, Database, Draft, Json, Target, given_flags
+from service.cli.options import API_KEY, Config, Database, Draft, Json, Target, given_flags
 from service.core import BadRequest
-from service.settings import Setting, list_settings
+from service.settings import Origin, Setting, list_settings
 
 config = typer.Typer(help="Settings: which there are, and where their values come from.", no_args_is_help=True)
 
@@ -44,7 +46,14 @@ def show(
         store__url=database,
         training__run_here=None if train else False,
     )
-    found = _chosen(list_settings(config, flags), name or [])
+    key = os.environ.get(API_KEY)
+    listed = list_settings(config, flags | ({"server.api_key": key} if key else {}))
+    if key:
+        # `serve` reads it by the name that commands have for it too.
+        listed = [
+            replace(each, origin=Origin.ENVIRONMENT) if each.name == "server.api_key" else each for each in listed
+        ]
+    found = _chosen(listed, name or [])
     shown = {each.name: _plain(each) for each in found}
     rows = [(each.name, _text(shown[each.name]), each.origin) for each in found]
     table("settings", ("name", "value", "from"), rows)

@@ -18,6 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from service.core import BadRequest
+
 # Printed text holds names that clients chose, so markup is off.
 out = Console(markup=False, emoji=False)
 err = Console(stderr=True, markup=False, emoji=False)
@@ -124,17 +126,28 @@ def at_terminal() -> bool:
 
 
 def agrees(question: str) -> bool | None:
-    """What somebody at the terminal answers, no by default; None: nothing, the input ended."""
+    """What somebody at the terminal answers, no by default; None: nothing, the input ended or cannot be read."""
     while True:
         # By itself `input` writes its prompt to stderr, which may be a file.
         out.print(f"{question} [y/N]: ", end="", highlight=False, soft_wrap=True)
         try:
             answer = input().strip().lower()
-        except EOFError:
+        except (EOFError, OSError):
             out.print()
             return None
         if answer in {"", "n", "no", "y", "yes"}:
             return answer.startswith("y")
+
+
+def require_consent(question: str, yes: bool) -> None:
+    """Ask before something is deleted. yes: it was said on the command line. question: what would be deleted. Raises BadRequest
+    where nobody can be asked, typer.Abort where the answer is no."""
+    if yes:
+        return
+    if not at_terminal():
+        raise BadRequest(f"{printable(question)} There is no terminal to ask at: --yes says yes", field="yes")
+    if not agrees(printable(question)):
+        raise typer.Abort
 
 
 def printable(text: str) -> str:

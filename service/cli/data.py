@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from service.cli.console import STDOUT, err, out
-from service.cli.operate import ask
-from service.cli.options import LOCAL, Config, Url, settings_from
+from service.cli.console import STDOUT, err, out, require_consent
+from service.cli.operate import ask, is_local
+from service.cli.options import LOCAL, Config, Url, Yes, settings_from
 from service.core import DatabaseTaken, RedraftError, Selection
 from service.settings import Settings
 
@@ -34,6 +34,7 @@ Client = Annotated[str | None, typer.Option("--client", help="The generations of
 Domain = Annotated[str | None, typer.Option("--domain", help="The generations of this domain.")]
 Before = Annotated[datetime | None, typer.Option("--before", help="What was recorded before this moment (local time).")]
 Everything = Annotated[bool, typer.Option("--everything", help="The whole log.")]
+RETIRED = ", and retire every adapter that learnt an erased text"
 PAGE = 200
 """Generations read at a time."""
 
@@ -89,26 +90,60 @@ def erase_data(
     retire_adapters: Annotated[
         bool, typer.Option("--retire-adapters", help="Adapters that learnt an erased text never serve again.")
     ] = False,
+    yes: Yes = False,
     url: Url = LOCAL,
 ) -> None:
     """Delete recorded generations with their cases: all but the newest (--keep), or those that match all that is said. These
-    are erased from every other place that keeps texts too, by the server at --url where one serves from this database."""
+    are erased from every other place that keeps texts too, by the server at --url where one serves from this database. With
+    the --url of another machine its server erases what it has recorded, and nothing here is touched."""
     from service.store.stores import open_stores
 
     chosen = bool(id or api_key or client or domain or before)
     if (keep is not None) + chosen + everything != 1:
         raise typer.BadParameter("say one of --keep N, --id/--api-key/--client/--domain/--before, --everything")
     settings = settings_from(config)
+    selection = _selection(id, api_key, client, domain, before, everything) if keep is None else None
+    if not is_local(url):
+        if selection is None:
+            raise typer.BadParameter("counts in the database of this machine: leave --url away", param_hint="--keep")
+        require_consent(f"erase {_in_words(selection)} at {url}{RETIRED if retire_adapters else ''}?", yes)
+        _show_erased(ask(url, "DELETE", "/generations", selection.given() | {"retire_adapters": retire_adapters}))
+        return
     stores = open_stores(settings)
     try:
         if keep is not None:
+            count = max(stores.generations.stats().generations - keep, 0)
+            require_consent(
+                f"delete {count} recorded generations with their failure cases, all but the newest {keep}?", yes
+            )
             gone = stores.generations.purge(keep, spare_replay=False).result()
             out.print(f"{gone} generations deleted")
             return
-        selection = _selection(id, api_key, client, domain, before, everything)
+        assert selection is not None
+        require_consent(_what_goes(stores, selection, retire_adapters=retire_adapters), yes)
         erased = _erase(stores, settings, selection, retire_adapters=retire_adapters, url=url)
     finally:
         stores.close()
+    _show_erased(erased)
+
+
+def _what_goes(stores: Stores, selection: Selection, *, retire_adapters: bool) -> str:
+    """The question that names what an erasure deletes."""
+    learnt = sorted(stores.lineage.adapters(selection))
+    adapters = f" (adapters that learnt them: {', '.join(map(str, learnt))})" if learnt else ""
+    retired = RETIRED if retire_adapters else ""
+    count = len(stores.generations.names(selection))
+    return f"delete {count} recorded generations with their failure cases{adapters}{retired}?"
+
+
+def _in_words(selection: Selection) -> str:
+    """Which generations are selected."""
+    given = {name: value for name, value in selection.given().items() if name != "everything"}
+    texts = [f"{name} {', '.join(value) if isinstance(value, list) else value}" for name, value in given.items()]
+    return f"the recorded generations of {', '.join(texts)}" if texts else "all that is recorded"
+
+
+def _show_erased(erased: dict[str, Any]) -> None:
     out.print(f"{erased['generations']} generations deleted")
     for what, numbers in (("learnt them", erased["adapters"]), ("are revoked", erased["revoked"])):
         if numbers:

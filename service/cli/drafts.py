@@ -9,11 +9,17 @@ from typing import Annotated
 import typer
 
 from service.cli.console import err, out, progress, write_json
+from service.cli.names import check_model
 from service.cli.options import Config, Json, settings_from
 
 
 def make_draft(
-    target: Annotated[str, typer.Option(help="The model to make a draft for: catalogue name, hub name, or folder.")],
+    target: Annotated[
+        str,
+        typer.Option(
+            "--target", "--model", "-m", help="The model to make a draft for: catalogue name, hub name, or folder."
+        ),
+    ],
     out_folder: Annotated[
         Path | None,
         typer.Option(
@@ -87,6 +93,7 @@ def make_draft(
         raise typer.BadParameter("indices separated by commas, such as 0,1,-2,-1", param_hint="--layers") from None
     settings = settings_from(config)
     revision = settings.models.revision if target == settings.models.target else None
+    check_model(target, settings.home, revision)
     folder = resolve(target, settings.home, revision=revision)
     if out_folder is None:
         private_folder(settings.home / DRAFTS)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from service.cli.console import err, out, table, write_json
-from service.cli.options import Config, Database, Json, settings_from
+from service.cli.console import err, out, require_consent, table, write_json
+from service.cli.options import Config, Database, Json, Yes, settings_from
 from service.core import Access
 
 if TYPE_CHECKING:
@@ -73,11 +73,15 @@ def list_keys(config: Config = None, database: Database = None, json: Json = Non
 
 
 @keys.command()
-def revoke(name: str, config: Config = None, database: Database = None) -> None:
+def revoke(name: str, yes: Yes = False, config: Config = None, database: Database = None) -> None:
     """End a key, and the sessions of the page that were opened with it. Its name is not used again, and servers go on
     asking for a key when none is left."""
     stores = _open(config, database)
     try:
+        open_ones = [key for key in stores.keys.all() if key.name == name and key.revoked_at is None]
+        for key in open_ones:
+            made = f"{key.access.role}, made {key.created_at:%Y-%m-%d %H:%M}"
+            require_consent(f"revoke the key of {name} ({made}) and end its sessions? Its name is not used again.", yes)
         stores.keys.revoke(name)
     finally:
         stores.close()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from service.cli.console import err
+from service.cli.names import check_models
 from service.core import AdapterRef, AdapterState, Conflict, ModelError, RedraftError
 from service.settings import Settings
 
@@ -131,6 +132,7 @@ def model_folders(settings: Settings) -> Folders:
     """Folders of target, draft and general replay set; makes or fetches what is missing. Raises ModelError."""
     from service.app import resolve_models
 
+    check_models(settings)
     return resolve_models(settings, lambda step: err.print(step, highlight=False))
 
 

@@ -1,4 +1,4 @@
-"""`train`, `practise` and `adapters`: requests of an operator to a running server, over HTTP, and to the log."""
+"""`train`, `practice` and `adapters`: requests of an operator to a running server, over HTTP, and to the log."""
 
 from __future__ import annotations
 
@@ -8,14 +8,27 @@ import uuid
 from collections.abc import Mapping
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import httpx
 import typer
+from pydantic import BaseModel, ValidationError
 
-from service.cli.console import out, progress, table, write_json
+from service.cli.console import out, progress, require_consent, table, write_json
 from service.cli.models import active_adapter, model_folders, pair_folders
-from service.cli.options import LOCAL, VERSION, Config, Json, Url, adapter_name, adapter_version, settings_from
+from service.cli.options import (
+    API_KEY,
+    LOCAL,
+    VERSION,
+    Config,
+    Json,
+    Remote,
+    Url,
+    Yes,
+    adapter_name,
+    adapter_version,
+    settings_from,
+)
 from service.core import (
     BARE_DRAFT,
     AdapterRef,
@@ -26,6 +39,8 @@ from service.core import (
     Unavailable,
 )
 from service.settings import LOOPBACK, Settings
+
+Shape = TypeVar("Shape", bound=BaseModel)
 
 adapters = typer.Typer(help="Adapter versions of the draft.", no_args_is_help=True)
 
@@ -41,9 +56,9 @@ def call(
 ) -> httpx.Response:
     """One call to a server, with the key in REDRAFT_API_KEY. Without one, a server on this machine gets the token of the folder
     `home`. Returns any answer. Raises Unavailable where none comes."""
-    local = _is_local(url)
+    local = is_local(url)
     sent_headers = dict(headers or {})
-    if key := os.environ.get("REDRAFT_API_KEY") or (_token(home) if home is not None and local else None):
+    if key := os.environ.get(API_KEY) or (_token(home) if home is not None and local else None):
         sent_headers["Authorization"] = f"Bearer {key}"
     # This machine is not reached through a proxy, which would read the token and mark the request as forwarded.
     direct = {"http://": None, "https://": None} if local else None
@@ -60,7 +75,8 @@ def _token(home: Path) -> str | None:
     return read_token(home)
 
 
-def _is_local(url: str) -> bool:
+def is_local(url: str) -> bool:
+    """Whether a URL is of a loopback address."""
     try:
         host = httpx.URL(url).host
         return host in LOOPBACK or ip_address(host).is_loopback
@@ -92,6 +108,15 @@ def ask(
     return cast("dict[str, Any]", body)
 
 
+def read(url: str, path: str, shape: type[Shape], *, home: Path | None = None) -> Shape:
+    """What a server answers to GET, as `ask` does, in its shape. Raises Unavailable where the answer has another one."""
+    body = ask(url, "GET", path, home=home)
+    try:
+        return shape.model_validate(body)
+    except ValidationError as error:
+        raise Unavailable(f"what answers at {url} is not `redraft serve`, or one of another version") from error
+
+
 def train(url: Url = LOCAL, wait: Annotated[bool, typer.Option(help="Follow the run to its end.")] = True) -> None:
     """Force one training run on a running server.
 
@@ -101,7 +126,7 @@ def train(url: Url = LOCAL, wait: Annotated[bool, typer.Option(help="Follow the 
     _follow(url, "/train", wait)
 
 
-def practise(
+def practice(
     minutes: Annotated[float, typer.Option(min=0.1, help="For writing and training together.")] = 15.0,
     url: Url = LOCAL,
     wait: Annotated[bool, typer.Option(help="Follow the run to its end.")] = True,
@@ -115,7 +140,7 @@ def practise(
     """Let the target of a running server write text like what was logged, and train the draft on it.
 
     It pauses while requests are answered. Exits as `train` does. With --on or --off the server remembers, after a restart too,
-    whether it practises by itself while nothing is asked; where its configuration sets training.practice, that is refused.
+    whether practice starts by itself while nothing is asked; where its configuration sets training.practice, that is refused.
     """
     if by_itself is not None:
         now = ask(url, "PUT", "/practice", {"on": by_itself})
@@ -149,25 +174,33 @@ def _follow(url: str, path: str, wait: bool) -> None:
 
 
 @adapters.command("list")
-def list_adapters(config: Config = None, json: Json = None) -> None:
-    """Every adapter version, newest first, with the pair that it serves: how the fingerprints of target and draft begin."""
-    from service.api.schemas import AdapterAnswer
+def list_adapters(url: Remote = None, config: Config = None, json: Json = None) -> None:
+    """Every adapter version, newest first, with the pair that it serves: how the fingerprints of target and draft begin; of
+    this machine's database also the folders."""
+    from service.api.schemas import AdapterAnswer, AdaptersAnswer
     from service.store.stores import open_stores
 
-    stores = open_stores(settings_from(config))
-    try:
-        found = stores.adapters.all()
-    finally:
-        stores.close()
+    settings, folders = settings_from(config), dict[int, Path]()
+    if url is not None:
+        found = read(url, "/adapters", AdaptersAnswer, home=settings.home).adapters
+    else:
+        stores = open_stores(settings)
+        try:
+            known = stores.adapters.all()
+        finally:
+            stores.close()
+        found = [AdapterAnswer.model_validate(ref) for ref in known]
+        folders = {ref.id: ref.folder for ref in known}
     rows = [
         (a.id, a.state, adapter_name(a.parent), a.run or "", a.erased_texts or "", a.rank, a.sha256[:12],
-         f"{a.created_at:%Y-%m-%d %H:%M}", f"{(a.target or '?')[:6]} {a.draft[:6]}", a.folder)
+         f"{a.created_at:%Y-%m-%d %H:%M}", f"{(a.target or '?')[:6]} {a.draft[:6]}",
+         *([folders[a.id]] if url is None else []))
         for a in found
     ]  # fmt: skip
-    columns = ("id", "state", "parent", "run", "erased texts", "rank", "sha256", "made", "pair", "folder")
-    table("adapters", columns, rows)
-    plain = [AdapterAnswer.model_validate(a).model_dump(mode="json") | {"folder": str(a.folder)} for a in found]
-    write_json(json, {"adapters": plain})
+    columns = ("id", "state", "parent", "run", "erased texts", "rank", "sha256", "made", "pair")
+    table("adapters", (*columns, "folder") if url is None else columns, rows)
+    here = [{"folder": str(folders[a.id])} if url is None else {} for a in found]
+    write_json(json, {"adapters": [a.model_dump(mode="json") | folder for a, folder in zip(found, here, strict=True)]})
 
 
 @adapters.command()
@@ -186,9 +219,16 @@ def remove(
     adapter: Annotated[
         int, typer.Argument(parser=adapter_version, metavar=VERSION, help="A version that does not serve.")
     ],
+    yes: Yes = False,
     url: Url = LOCAL,
 ) -> None:
     """Delete the files of an adapter version. It cannot serve any more; its run and verdict stay on record."""
+    for known in ask(url, "GET", "/adapters")["adapters"]:
+        if known["id"] == adapter:
+            about = f"{known['state']}, of run {known['run']}, made {known['created_at'][:16].replace('T', ' ')}"
+            require_consent(
+                f"delete the files of adapter {adapter} ({about}) at {url}? It cannot serve any more then.", yes
+            )
     ask(url, "DELETE", f"/adapters/{adapter}/files")
     out.print(f"the files of adapter {adapter} are deleted")
 

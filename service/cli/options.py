@@ -14,10 +14,18 @@ from service.core import BARE_DRAFT
 from service.settings import Settings, load_settings
 
 Config = Annotated[Path | None, typer.Option("--config", help="A TOML file of settings; see configs/.")]
-Target = Annotated[str | None, typer.Option("--target", help="Target model: catalogue name, hub name, or folder.")]
+Model = Annotated[
+    str | None,
+    typer.Argument(help="Target model: catalogue name, hub name, or folder; the same as --target.", show_default=False),
+]
+Target = Annotated[
+    str | None, typer.Option("--target", "--model", "-m", help="Target model: catalogue name, hub name, or folder.")
+]
 Draft = Annotated[
     str | None,
-    typer.Option("--draft", help='Draft model, or "none" for no speculation; by default one is looked for.'),
+    typer.Option(
+        "--draft", "--draft-model", help='Draft model, or "none" for no speculation; by default one is looked for.'
+    ),
 ]
 Database = Annotated[
     str | None,
@@ -35,7 +43,17 @@ Prompts = Annotated[Path, typer.Option(help="JSON lines with id, domain, prompt.
 MaxTokens = Annotated[int, typer.Option(min=1, help="Output tokens of one prompt, at most.")]
 Markdown = Annotated[Path | None, typer.Option("--markdown", help="Also put the result into this document.")]
 Url = Annotated[str, typer.Option("--url", help="Where the server is.", envvar="REDRAFT_URL")]
+Remote = Annotated[
+    str | None,
+    typer.Option(
+        "--url", help="Ask the server there; by default the database of these settings is read.", envvar="REDRAFT_URL"
+    ),
+]
+API_KEY = "REDRAFT_API_KEY"
+"""In the environment: the key that `serve` asks clients for, and that commands send to a server."""
+FORMER_API_KEY = "REDRAFT_SERVER__API_KEY"
 LOCAL = "http://127.0.0.1:8321"
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask. Without a terminal nothing is deleted otherwise.")]
 BARE = "bare"
 """What commands call the bare draft, where they take or show adapter versions."""
 VERSION = "VERSION|bare"
@@ -50,6 +68,14 @@ def given_flags(**flags: object) -> dict[str, object]:
 def settings_from(config: Path | None, **flags: object) -> Settings:
     """Settings with the flags that were given, which are named as `given_flags` takes them."""
     return load_settings(config, given_flags(**flags))
+
+
+def one_target(model: str | None, target: str | None) -> str | None:
+    """The target that a command line names, as its argument or as --target; None: neither. Raises typer.BadParameter where
+    they name two."""
+    if None not in (model, target) and model != target:
+        raise typer.BadParameter(f"two models are named, {model} and {target} (--target)", param_hint="MODEL")
+    return target if model is None else model
 
 
 def adapter_version(text: str) -> int:

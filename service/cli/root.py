@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from service.cli import bench, cases, completion, data, demo, drafts, keys, operate, runs, serving, status, talk
 from service.cli import config as settings
@@ -12,11 +13,25 @@ from service.cli import eval as evaluation
 from service.cli.examples import add_examples
 from service.core import package_version
 
+FORMER = {"practise": "practice"}
+"""Commands by the names that they had."""
+
+
+class RootGroup(TyperGroup):
+    """The commands, which also answer to former names."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """See click.Group."""
+        return super().resolve_command(ctx, [*(FORMER.get(name, name) for name in args[:1]), *args[1:]])
+
+
 app = typer.Typer(
     name="redraft",
+    cls=RootGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -47,7 +62,7 @@ app.command("make-draft")(drafts.make_draft)
 app.command()(talk.generate)
 app.command()(talk.chat)
 app.command()(operate.train)
-app.command()(operate.practise)
+app.command()(operate.practice)
 app.add_typer(evaluation.group, name="eval")
 app.add_typer(bench.group, name="bench")
 app.add_typer(cases.cases, name="cases")

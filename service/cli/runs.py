@@ -1,14 +1,18 @@
-"""`runs`: training runs of the log, without loading any model."""
+"""`runs`: training runs of the log, or of a server, without loading any model."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from service.cli.console import table, write_json
-from service.cli.options import Config, Json, adapter_name, settings_from
-from service.core import Progress, TrainingRun, Verdict
+from service.cli.operate import read
+from service.cli.options import Config, Json, Remote, adapter_name, settings_from
+
+if TYPE_CHECKING:
+    from service.api.schemas import ProgressAnswer, RunAnswer, VerdictAnswer
 
 GIVEN_BACK = "its texts were given back"
 
@@ -19,6 +23,7 @@ runs = typer.Typer(help="Training runs.", no_args_is_help=True)
 def list_runs(
     limit: Annotated[int, typer.Option(min=1, help="How many, newest first.")] = 20,
     before: Annotated[int | None, typer.Option(min=1, help="Only runs before this one.")] = None,
+    url: Remote = None,
     config: Config = None,
     json: Json = None,
 ) -> None:
@@ -26,11 +31,15 @@ def list_runs(
     from service.api.schemas import RunAnswer
     from service.store.stores import open_stores
 
-    stores = open_stores(settings_from(config))
-    try:
-        found = stores.runs.latest(limit, before)
-    finally:
-        stores.close()
+    settings = settings_from(config)
+    if url is not None:
+        found = _latest(url, settings.home, limit, before)
+    else:
+        stores = open_stores(settings)
+        try:
+            found = [RunAnswer.model_validate(run) for run in stores.runs.latest(limit, before)]
+        finally:
+            stores.close()
     rows = [
         (r.id, r.state.words, r.trigger, f"{r.created_at:%Y-%m-%d %H:%M}", adapter_name(r.parent), r.cases, r.generations,
          r.adapter or "", outcome(r))
@@ -38,12 +47,30 @@ def list_runs(
     ]  # fmt: skip
     columns = ("id", "state", "trigger", "started", "on top of", "cases", "generations", "adapter", "outcome")
     table("training runs", columns, rows)
-    write_json(json, {"runs": [RunAnswer.model_validate(run).model_dump(mode="json") for run in found]})
+    write_json(json, {"runs": [run.model_dump(mode="json") for run in found]})
+
+
+def _latest(url: str, home: Path, limit: int, before: int | None) -> list[RunAnswer]:
+    """The newest runs of a server, which hands them out by the page."""
+    from service.api.runs import MAX_RUNS
+    from service.api.schemas import RunsAnswer
+
+    found: list[RunAnswer] = []
+    while len(found) < limit:
+        asked = min(limit - len(found), MAX_RUNS)
+        after = "" if before is None else f"&before={before}"
+        page = read(url, f"/runs?limit={asked}{after}", RunsAnswer, home=home).runs
+        found += page
+        if len(page) < asked:
+            break
+        before = page[-1].id
+    return found
 
 
 @runs.command()
 def show(
     run: Annotated[int, typer.Argument(min=1, help="Id of the run.")],
+    url: Remote = None,
     config: Config = None,
     json: Json = None,
 ) -> None:
@@ -51,11 +78,15 @@ def show(
     from service.api.schemas import RunAnswer
     from service.store.stores import open_stores
 
-    stores = open_stores(settings_from(config))
-    try:
-        found = stores.runs.get(run)
-    finally:
-        stores.close()
+    settings = settings_from(config)
+    if url is not None:
+        found = read(url, f"/runs/{run}", RunAnswer, home=settings.home)
+    else:
+        stores = open_stores(settings)
+        try:
+            found = RunAnswer.model_validate(stores.runs.get(run))
+        finally:
+            stores.close()
     rows: list[tuple[str, object]] = [
         ("state", found.state.words),
         ("trigger", found.trigger),
@@ -70,10 +101,10 @@ def show(
         *_verdict_rows(found.verdict),
     ]
     table(f"training run {run}", ("what", "value"), rows)
-    write_json(json, RunAnswer.model_validate(found).model_dump(mode="json"))
+    write_json(json, found.model_dump(mode="json"))
 
 
-def outcome(run: TrainingRun) -> str:
+def outcome(run: RunAnswer) -> str:
     """Why a run ended as it did: the gate's reason, or the error and that its texts were given back; empty while it goes
     on."""
     if run.verdict is not None:
@@ -81,7 +112,7 @@ def outcome(run: TrainingRun) -> str:
     return "; ".join(filter(None, [run.error, GIVEN_BACK if run.texts_given_back else None]))
 
 
-def _progress(progress: Progress) -> str:
+def _progress(progress: ProgressAnswer) -> str:
     parts = [f"step {progress.step} of {progress.steps}"]
     if progress.loss is not None:
         parts.append(f"loss {progress.loss:.3f} nats")
@@ -92,7 +123,7 @@ def _progress(progress: Progress) -> str:
     return ", ".join(parts)
 
 
-def _verdict_rows(verdict: Verdict | None) -> list[tuple[str, object]]:
+def _verdict_rows(verdict: VerdictAnswer | None) -> list[tuple[str, object]]:
     if verdict is None:
         return []
     rows: list[tuple[str, object]] = [
@@ -101,8 +132,14 @@ def _verdict_rows(verdict: Verdict | None) -> list[tuple[str, object]]:
     ]
     if verdict.p_value is not None and verdict.level is not None:
         rows.append(("p-value (level of the test)", f"{verdict.p_value:.2g} ({verdict.level:.2g})"))
-    return rows + [(f"gain in {name or 'no domain'}", _gain(*gain)) for name, gain in sorted(verdict.domains.items())]
+    return rows + [
+        (f"gain in {name or 'no domain'}", _gain(*gain[:3])) for name, gain in sorted(verdict.domains.items())
+    ]
 
 
-def _gain(gain: float, low: float, high: float) -> str:
-    return f"{gain:+.1%} ({low:+.1%} to {high:+.1%})"
+def _gain(gain: float | None, low: float | None, high: float | None) -> str:
+    return f"{_percent(gain)} ({_percent(low)} to {_percent(high)})"
+
+
+def _percent(share: float | None) -> str:
+    return "?" if share is None else f"{share:+.1%}"

@@ -14,8 +14,22 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
-from service.cli.console import agrees, at_terminal, err, out, stages, table, write_json
-from service.cli.options import Config, Database, Draft, Json, Target, settings_from
+from service.cli.console import at_terminal, err, out, require_consent, stages, table, write_json
+from service.cli.names import check_model, check_models
+from service.cli.options import (
+    API_KEY,
+    FORMER_API_KEY,
+    Config,
+    Database,
+    Draft,
+    Json,
+    Model,
+    Target,
+    Yes,
+    one_target,
+    settings_from,
+)
+from service.cli.practice_question import ask_aside, tolerate_background
 from service.core import RedraftError, StoreError
 from service.open_files import OpenFilesLimit
 from service.settings import Settings
@@ -31,11 +45,31 @@ models = typer.Typer(help="Models: which are here, getting one, removing one.", 
 
 
 def serve(
+    model: Model = None,
     config: Config = None,
     target: Target = None,
     draft: Draft = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 picks a free one.")] = None,
+    alias: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--alias",
+            "--served-model-name",
+            "-a",
+            help="The model's name in the API, in place of its own; may be repeated (server.model_aliases).",
+        ),
+    ] = None,
+    max_context: Annotated[
+        int | None,
+        typer.Option(
+            "--max-context",
+            "--max-model-len",
+            "--ctx-size",
+            "-c",
+            help="Prompt and output tokens of one request together, at most; by default the model's own limit.",
+        ),
+    ] = None,
     num_draft_tokens: Annotated[int | None, typer.Option(help="Tokens drafted per round; 0: no speculation.")] = None,
     database: Database = None,
     train: Annotated[
@@ -49,22 +83,29 @@ def serve(
     api_key: Annotated[
         str | None,
         typer.Option(
-            help="A client's key, besides those of `redraft keys`. REDRAFT_SERVER__API_KEY keeps it out of lists of processes."
+            envvar=API_KEY,
+            help="A client's key, besides those of `redraft keys`. The environment keeps it out of lists of processes.",
         ),
     ] = None,
     ssl_certfile: Annotated[Path | None, typer.Option(help="Certificate for HTTPS (PEM).")] = None,
     ssl_keyfile: Annotated[Path | None, typer.Option(help="Its key (PEM).")] = None,
+    log_level: Annotated[
+        str | None, typer.Option(help="debug, info, warning or error; a request's line is of level info.")
+    ] = None,
 ) -> None:
-    """Serve POST /generate, and keep improving the draft while doing so."""
+    """Serve a model over HTTP (OpenAI's, Anthropic's and Redraft's own routes), and keep improving its draft while doing so."""
     from service.app import start_notices
     from service.server import run_server
 
     settings = settings_from(
         config,
-        models__target=target,
+        models__target=one_target(model, target),
         models__draft=draft,
         server__host=host,
         server__port=port,
+        server__model_aliases=alias or None,
+        server__log_level=log_level,
+        engine__max_context=max_context,
         engine__num_draft_tokens=num_draft_tokens,
         store__url=database,
         training__run_here=None if train else False,
@@ -74,13 +115,14 @@ def serve(
         server__ssl_certfile=ssl_certfile,
         server__ssl_keyfile=ssl_keyfile,
     )
+    check_models(settings)
     say = _log(settings)
-    for notice in start_notices(settings):
+    for notice in (*start_notices(settings), *_key_notices()):
         say(notice)
     if at_terminal():
-        _ask_about_practice(settings)
+        tolerate_background()
 
-    def ready(url: str, token: str | None) -> None:
+    def ready(url: str, token: str | None, choose_practice: Callable[[bool], object]) -> None:
         # What was loaded lives as long as the process. Each full collection would walk all of it, 0.1 s in which nobody's
         # answer goes on.
         gc.collect()
@@ -89,31 +131,19 @@ def serve(
         # At a terminal alone: what is written to a file or a log collector must not open what was recorded.
         if token is not None and sys.stderr.isatty() and settings.server.log_format != "json":
             err.print(f"the page, with recorded texts: {url}/#token={token}", highlight=False, soft_wrap=True)
+        ask_aside(settings, choose_practice)
 
     _exit(run_server(settings, ready))
 
 
-def _ask_about_practice(settings: Settings) -> None:
-    """Ask, once, whether the target may practise by itself, and store the answer: where practice is possible, and neither the
-    configuration nor an earlier answer says it."""
-    from service.cli.models import may_have_draft
-    from service.lifecycle.practice_choice import PracticeChoice
-
-    training = settings.training
-    choice = PracticeChoice(training, settings.home)
-    trains = training.enabled and training.run_here and settings.engine.num_draft_tokens > 0
-    if not (choice.open and trains and may_have_draft(settings)):
-        return
-    where = ", never on battery" if training.pause_on_battery else ""
-    out.print(
-        "While nothing is asked, the target can write text like what was logged, from which its draft learns: it uses the idle "
-        f"machine for {training.practice_minutes_per_day:g} minutes a day at most{where}, and writes "
-        f"{training.practice_gb:g} GB at most in {settings.home}.\n"
-        "To change the answer later: the page, `redraft practise --on` or `--off`, or training.practice.",
-        highlight=False,
-    )
-    if (may := agrees("May it practise?")) is not None:
-        choice.make(may)
+def _key_notices() -> list[str]:
+    """What is said of a key in the environment, which may be there for the commands alone."""
+    notices: list[str] = []
+    if os.environ.get(API_KEY):
+        notices.append(f"{API_KEY} is set: requests need that key, or one of `redraft keys`")
+    if any(name.upper() == FORMER_API_KEY for name in os.environ):
+        notices.append(f"{FORMER_API_KEY} is {API_KEY} now, for this command and those that call a server")
+    return notices
 
 
 def trainer(
@@ -128,6 +158,7 @@ def trainer(
     from service.trainer import run_trainer
 
     settings = settings_from(config, models__target=target, models__draft=draft, store__url=database)
+    check_models(settings)
     say = _log(settings)
     _exit(run_trainer(settings, lambda: say("redraft trains")))
 
@@ -152,6 +183,7 @@ def _exit(status: int) -> NoReturn:
 
 
 def doctor(
+    model: Model = None,
     config: Config = None,
     target: Target = None,
     draft: Draft = None,
@@ -201,7 +233,7 @@ def doctor(
     from service.models.machine import examine
     from service.store.database import describe
 
-    settings = settings_from(config, models__target=target, models__draft=draft)
+    settings = settings_from(config, models__target=one_target(model, target), models__draft=draft)
     drafting, how = draft_of(settings)
     names = [settings.models.target, *([drafting] if drafting else [])]
     if memory is not None:
@@ -451,6 +483,7 @@ def get_model(name: str, config: Config = None) -> None:
 
     settings = settings_from(config)
     revision = settings.models.revision if name == settings.models.target else None
+    check_model(name, settings.home, revision)
     folder = resolve(name, settings.home, revision=revision, on_step=lambda step: err.print(step, highlight=False))
     out.print(str(folder), highlight=False, soft_wrap=True)
     for choice in choices(name, folder, settings.home)[:1]:
@@ -462,7 +495,7 @@ def get_model(name: str, config: Config = None) -> None:
 @models.command("remove")
 def remove(
     name: Annotated[str, typer.Argument(help="As `redraft models list` names it.")],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Yes = False,
     force: Annotated[
         bool, typer.Option("--force", help="Also while an adapter is active that was trained for it.")
     ] = False,
@@ -477,7 +510,6 @@ def remove(
     model = stored_model(name, settings.home)
     if not force:
         require_unneeded(model, settings)
-    if not yes:
-        typer.confirm(f"remove {model.name} ({_size(model.size)}, {model.origin})?", abort=True)
+    require_consent(f"remove {model.name} ({_size(model.size)}, {model.origin})?", yes)
     remove_model(model)
     out.print(f"{model.name} removed, {_size(model.size)}", highlight=False, soft_wrap=True)

@@ -9,7 +9,7 @@ import typer
 
 from service.cli.console import err, out
 from service.cli.models import model_folders
-from service.cli.options import Config, Draft, Target, settings_from
+from service.cli.options import Config, Draft, Model, Target, one_target, settings_from
 from service.core import Delta, Finished, Prompt, Sampling
 
 Temperature = Annotated[float, typer.Option(min=0.0, max=10.0, help="Below 1e-5 greedy.")]
@@ -106,6 +106,7 @@ def generate(
 
 
 def chat(
+    model: Model = None,
     config: Config = None,
     target: Target = None,
     draft: Draft = None,
@@ -115,7 +116,7 @@ def chat(
     num_draft_tokens: K = None,
 ) -> None:
     """Talk to the model; text the draft guessed is green, the target's own is plain. An empty line ends it."""
-    talker = _load(config, target, draft, num_draft_tokens)
+    talker = _load(config, one_target(model, target), draft, num_draft_tokens)
     messages: list[dict[str, str]] = []
     drafted = accepted = 0
     while True:

@@ -67,7 +67,8 @@ class History:
 @dataclass(frozen=True, slots=True)
 class Disagreement:
     """A failure case with the tokens before it. adapter: the version that drafted; None: that is not known, for the case was
-    worked out later. p, q: probability of `drafted` under target and draft."""
+    worked out later. p, q: probability of `drafted` under target and draft. tie: they differ by numerical noise alone.
+    case: its id."""
 
     generation: str
     position: int
@@ -80,3 +81,5 @@ class Disagreement:
     p: float
     q: float
     created_at: datetime
+    tie: bool = False
+    case: int = 0

@@ -458,6 +458,11 @@ class Overview(Protocol):
         """Of the newest failure cases those of which the draft was surest and the target least, one for each pair of tokens."""
         ...
 
+    def newest_cases(self, limit: int, before: int | None = None) -> list[Disagreement]:
+        """The newest failure cases, near-ties too, newest first; before: of those that were recorded before the one with this
+        id. Cases of other pairs are passed over, as far as the read is bounded."""
+        ...
+
     def newest_run(self) -> TrainingRun | None:
         """The newest training run, over or not; None: there was none."""
         ...

@@ -254,7 +254,7 @@ def practice_minutes(done: Practised, *, per_day: float, idle_seconds: float, us
         return f"{done.refused} practice runs in a row were refused: {done.new} of {NEW_AFTER_REFUSED} new generations"
     left = per_day - done.seconds / 60
     if left < LEAST_MINUTES:
-        return f"practised for {done.seconds / 60:.0f} of {per_day:g} minutes in the last 24 hours"
+        return f"practice took {done.seconds / 60:.0f} of {per_day:g} minutes in the last 24 hours"
     return min(left, RUN_MINUTES)
 
 

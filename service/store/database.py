@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import queue
 import sqlite3
@@ -31,6 +32,8 @@ from service.store.permissions import make_private, private_folder
 
 T = TypeVar("T")
 
+log = logging.getLogger(__name__)
+
 REVISION = "0017"
 """The newest migration: the revision this code is written for."""
 
@@ -54,8 +57,11 @@ def upgrade(url: str) -> None:
             make_private(path, path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm"))
         else:
             postgres.check(url)
-        if revision(url) != REVISION:
+        found = revision(url)
+        if found != REVISION:
             _migrate(url)
+            if found is not None:
+                log.info("the database was brought from revision %s to %s", found, REVISION)
     except (SQLAlchemyError, sqlite3.Error, OSError, ImportError) as error:
         raise StoreError(f"the database cannot be brought up to date: {plain(error)}") from error
 

@@ -357,12 +357,12 @@ def test_any_name_of_a_model_is_answered_and_a_strict_server_lists_its_own(
 def test_a_folder_is_known_by_its_name(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "Qwen3-8B-4bit"
     folder.mkdir()
-    assert ModelNames.of_target(str(folder), ["gpt"]).all == ["Qwen3-8B-4bit", "gpt", str(folder)]
+    assert ModelNames.of_target(str(folder), ["gpt"]).all == ["gpt", "Qwen3-8B-4bit", str(folder)]
     assert ModelNames.of_target(f"{folder}/", []).name == "Qwen3-8B-4bit"
     monkeypatch.chdir(folder)
     assert ModelNames.of_target(".", []).name == "Qwen3-8B-4bit"
     snapshot = tmp_path / "models--Qwen--Qwen3-8B" / "snapshots" / "0a1b"
     snapshot.mkdir(parents=True)
     assert ModelNames.of_target(str(snapshot), []).name == "Qwen/Qwen3-8B"
-    assert ModelNames.of_target("smollm2-135m", ["gpt"]).all == ["smollm2-135m", "gpt"]
+    assert ModelNames.of_target("smollm2-135m", ["gpt"]).all == ["gpt", "smollm2-135m"]
     assert ModelNames.of_target("Qwen/Qwen3-8B", []).all == ["Qwen/Qwen3-8B"]

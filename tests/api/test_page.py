@@ -235,6 +235,21 @@ def test_no_more_cases_come_than_asked_for(http: httpx.Client, server: EchoServe
     assert http.get("/cases?limit=101", headers=OWNED).status_code == 400
 
 
+def test_the_newest_cases_come_by_the_page(http: httpx.Client, server: EchoServer) -> None:
+    server.overview.cases = [case(position=i, tie=i == 3, case=i + 1) for i in range(5)]
+
+    def places(query: str) -> list[tuple[int, bool]]:
+        shown = http.get(f"/cases?{query}", headers=OWNED).json()["cases"]
+        return [(each["position"], each["tie"]) for each in shown]
+
+    assert places("order=newest&limit=3") == [(4, False), (3, True), (2, False)]
+    assert places("order=newest&limit=3&before=3") == [(1, False), (0, False)]
+    assert places("order=worst&limit=2") == places("limit=2") == [(0, False), (1, False)]
+    for query, name in (("order=best", "order"), ("before=0", "before"), ("order=newest&order=worst", "order")):
+        refused = http.get(f"/cases?{query}", headers=OWNED)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+
+
 def test_a_request_may_do_without_a_draft(http: httpx.Client, server: EchoServer) -> None:
     for count in (0, 5, None):
         body = {"prompt": "ab", **({} if count is None else {"num_draft_tokens": count})}

@@ -8,7 +8,9 @@ from collections.abc import Generator
 
 import pytest
 
-from service.cli import console, main
+from service import server
+from service.cli import console, main, serving
+from service.settings import Settings
 from tests.support.command_line import Outcome, Redraft
 
 
@@ -24,6 +26,23 @@ def restored_process() -> Generator[None]:
     root.setLevel(level)
     root.handlers[:] = handlers
     logging.captureWarnings(False)
+
+
+@pytest.fixture
+def settings_served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
+    """The settings of every server that `serve` would have started."""
+    found: list[Settings] = []
+
+    def run(settings: Settings, on_ready: object) -> int:
+        found.append(settings)
+        return 0
+
+    def leave(status: int) -> None:
+        raise SystemExit(status)
+
+    monkeypatch.setattr(server, "run_server", run)
+    monkeypatch.setattr(serving, "_exit", leave)
+    return found
 
 
 @pytest.fixture

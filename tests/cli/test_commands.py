@@ -291,7 +291,7 @@ def test_a_database_in_postgresql_is_set_up_and_used(
         "adapter 1 rolled back",
         "crashes",
     ]
-    purged = redraft("data", "erase", "--everything", "--config", config).out
+    purged = redraft("data", "erase", "--everything", "--yes", "--config", config).out
     assert purged == "3 generations deleted\nadapters that learnt them: 1\n"
     postgres_databases.clear()
 
@@ -404,7 +404,7 @@ def test_without_a_server_files_are_erased_with_the_rows(tmp_path: Path, redraft
     for path in (*files, prefixes / "notes.txt"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("what somebody said")
-    asked = ("data", "erase", "--config", config)
+    asked = ("data", "erase", "--yes", "--config", config)
     done = redraft(*asked, "--id", "nobody's", "--id", "question 99")
     assert (done.status, done.out) == (0, "0 generations deleted\n")
     assert not any(path.exists() for path in files), "nobody knows whose they are"
@@ -436,7 +436,7 @@ def test_an_erasure_by_a_command_is_open_until_its_rows_are_gone(
 
     stores = open_stores(load_settings(config))
     monkeypatch.setattr(Lineage, "erase", seen)
-    assert redraft("data", "erase", "--config", config, "--id", "one").status == 0
+    assert redraft("data", "erase", "--yes", "--config", config, "--id", "one").status == 0
     assert asked == [Selection(ids=frozenset({"one"}))]
     assert stores.erasures.asked() == [], "it is over"
     stores.close()
@@ -607,20 +607,20 @@ def test_cases_are_listed_and_purged(served: Served, redraft: Redraft) -> None:
         """Adapters that learnt them may be named below."""
         return done.status == 0 and done.out.splitlines()[0] == f"{count} generations deleted"
 
-    done = redraft("data", "erase", "--client", "someone", "--before", "2001-01-01", *config, *url)
+    done = redraft("data", "erase", "--yes", "--client", "someone", "--before", "2001-01-01", *config, *url)
     assert (done.status, done.out) == (0, "0 generations deleted\n")
-    done = redraft("data", "erase", "--client", "someone", *config, "--url", "http://127.0.0.1:1")
+    done = redraft("data", "erase", "--yes", "--client", "someone", *config, "--url", "http://127.0.0.1:1")
     assert "no server answers" in done.err and recorded(redraft, served) == before, "a server has the database"
-    done = redraft("data", "erase", "--client", "someone", *config, *url)
+    done = redraft("data", "erase", "--yes", "--client", "someone", *config, *url)
     assert deleted(done, 4)
     odd = recorded(redraft, served)["generations of odd"]
-    done = redraft("data", "erase", "--domain", "odd", *config, *url)
+    done = redraft("data", "erase", "--yes", "--domain", "odd", *config, *url)
     assert deleted(done, odd)
     left = recorded(redraft, served)
     assert left["generations"] == left["generations of even"] == before["generations"] - 4 - odd
-    done = redraft("data", "erase", "--keep", 1, *config)
+    done = redraft("data", "erase", "--yes", "--keep", 1, *config)
     assert (done.status, done.out) == (0, f"{left['generations'] - 1} generations deleted\n")
-    done = redraft("data", "erase", "--everything", *config, *url)
+    done = redraft("data", "erase", "--yes", "--everything", *config, *url)
     assert deleted(done, 1)
     assert set(recorded(redraft, served).values()) == {0}
 
@@ -664,7 +664,9 @@ def test_markup_in_a_domain_does_not_break_the_tables(served: Served, redraft: R
             listed = redraft("cases", "list", "--config", served.config)
             assert {row[2] for row in cells(listed.out)} >= {name}
         finally:
-            redraft("data", "erase", "--client", "brackets", "--config", served.config, "--url", served.server.url)
+            redraft(
+                "data", "erase", "--yes", "--client", "brackets", "--config", served.config, "--url", served.server.url
+            )
 
 
 # ---------------------------------------------------------------------------------------------------------- bad input

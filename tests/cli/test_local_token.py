@@ -95,7 +95,17 @@ def test_serve_shows_the_link_at_a_terminal_alone(tmp_path: Path) -> None:
         assert httpx.get(f"{server.url}/cases", headers=owned).status_code == 200, "the same after a new start"
         server.request("POST", "/session", {"key": token})
         # The server has the database, so the command asks it to erase.
-        command = [sys.executable, "-m", "service.cli", "data", "erase", "--everything", "--config", str(server.config)]
+        command = [
+            sys.executable,
+            "-m",
+            "service.cli",
+            "data",
+            "erase",
+            "--everything",
+            "--yes",
+            "--config",
+            str(server.config),
+        ]
         done = subprocess.run([*command, "--url", server.url], capture_output=True, text=True, timeout=120, check=True)
         assert done.stdout == "0 generations deleted\n"
     finally:

@@ -13,7 +13,7 @@ from service.app import resolve_models
 from service.cli import console
 from service.cli.case_text import TextReader
 from service.cli.root import app
-from service.core import Conflict, NotFound, RedraftError, StoreError
+from service.core import BadRequest, Conflict, NotFound, RedraftError, StoreError
 from service.models import machine
 from service.models.catalog import CONVERTED, DRAFTS, entries
 from service.models.draft_choice import made_for, write_made_for
@@ -99,13 +99,17 @@ def test_the_list_has_the_catalogue_and_this_disk_with_the_draft_of_each(
     assert rows(redraft("models", "list"))[TARGET][3] == str(made)
 
 
-def test_removing_asks_first(tmp_path: Path, hub: Path, redraft: Run) -> None:
+def test_removing_asks_first(tmp_path: Path, hub: Path, redraft: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_model(tiny_llama(0), tmp_path / "home" / DRAFTS / "mine")
     write_made_for(folder, "a target")
+    refused = redraft("models", "remove", "mine", answer="y\n")
+    assert isinstance(refused.exception, BadRequest), "nobody can be asked without a terminal"
+    assert str(refused.exception).startswith(f"remove {folder} (") and "--yes" in str(refused.exception)
+    monkeypatch.setattr(console, "at_terminal", lambda: True)
     for answer in ("n\n", ""):
         done = redraft("models", "remove", "mine", answer=answer)
         assert (done.exit_code, folder.exists()) == (1, True)
-        assert f"remove {folder} (" in done.output and "made here)? [y/N]" in done.output
+        assert f"remove {folder} (" in done.output.replace("\n", "") and "made here)? [y/N]" in done.output
     assert redraft("models", "remove", "mine", answer="y\n").exit_code == 0
     assert not folder.exists()
 

@@ -415,12 +415,12 @@ def test_practice_by_itself_is_turned_on_and_off(redraft: Redraft) -> None:
 
         assert state() == "off"
         for word, text in (("--on", "on"), ("--off", "off")):
-            done = redraft("practise", word, "--url", url)
+            done = redraft("practice", word, "--url", url)
             assert (done.status, done.out, done.err) == (0, f"practice by itself is {text}\n", "")
             assert state() == text and server.operator.known_runs == []
         server.operator.practice_state = PracticeState(True, "training.practice is set", "requests are answered")
         assert state() == "on, waits: requests are answered"
-        refused = redraft("practise", "--off", "--url", url)
+        refused = redraft("practice", "--off", "--url", url)
         one_sentence(refused)
         assert "training.practice is set" in refused.err
         assert plain(redraft, "status", "--url", url)["practice"]["on"] is True

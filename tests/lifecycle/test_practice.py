@@ -33,7 +33,7 @@ FEW = 5
         ({"idle_seconds": policy.IDLE_SECONDS - 1}, "requests are answered"),
         ({"user": "somebody uses the machine"}, "somebody uses the machine"),
         ({"done": Practised(seconds=50 * 60)}, 10.0),
-        ({"done": Practised(seconds=59 * 60)}, "practised for 59 of 60 minutes in the last 24 hours"),
+        ({"done": Practised(seconds=59 * 60)}, "practice took 59 of 60 minutes in the last 24 hours"),
         ({"done": Practised(refused=1)}, policy.RUN_MINUTES),
         ({"done": Practised(refused=2, new=99)}, "2 practice runs in a row were refused: 99 of 100 new generations"),
         ({"done": Practised(refused=2, new=100)}, policy.RUN_MINUTES),

@@ -103,13 +103,17 @@ def test_keys_that_are_made_and_revoked_while_a_server_runs(tmp_path: Path) -> N
         erased = http.request("DELETE", "/generations", json={"api_key": "ada"}, headers=operator)
         assert erased.status_code == 200 and erased.json()["generations"] >= 1
         assert "ada" not in column(server, "SELECT api_key FROM generations")
-        CliRunner().invoke(app, ["keys", "revoke", "ada", "--config", str(server.config)], catch_exceptions=False)
+        CliRunner().invoke(
+            app, ["keys", "revoke", "ada", "--yes", "--config", str(server.config)], catch_exceptions=False
+        )
         within(2.0, lambda: ask(ada).status_code == 401)
         assert ask(bob).status_code == 200
         other = made(server, "other", "operator")
         within(2.0, lambda: http.get("/adapters", headers=other).status_code == 200)
         with listening(server, operator) as stays, listening(server, other) as ends:
-            CliRunner().invoke(app, ["keys", "revoke", "other", "--config", str(server.config)], catch_exceptions=False)
+            CliRunner().invoke(
+                app, ["keys", "revoke", "other", "--yes", "--config", str(server.config)], catch_exceptions=False
+            )
             within(3.0, lambda: not ends.is_alive())
             assert stays.is_alive()
         listed = (
@@ -203,4 +207,4 @@ def test_a_wrong_certificate_is_said(tmp_path: Path) -> None:
     server = in_process_server(tmp_path, write_pair(tmp_path))
     flags = {"server.ssl_certfile": tmp_path / "none.pem", "server.ssl_keyfile": tmp_path / "none.pem"}
     with pytest.raises(Unavailable, match=r"none\.pem"):
-        run_server(load_settings(server.config, flags), on_ready=lambda url, token: None)
+        run_server(load_settings(server.config, flags), on_ready=lambda url, token, choose: None)

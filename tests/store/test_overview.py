@@ -219,6 +219,24 @@ def test_the_worst_cases_come_first_each_pair_of_tokens_once(stores: Stores) -> 
     stores.close()
 
 
+def test_the_newest_cases_come_in_order_with_near_ties_and_by_the_page(stores: Stores) -> None:
+    log = [
+        made(1, 5, cases=[case(2, 0.9, 0.1, drafted=1), case(4, 0.99, 0.0, drafted=2, tie=True)]),
+        made(2, 4, cases=[case(1, 0.5, 0.4, drafted=3)]),
+        made(3, 2, cases=[case(2, 0.99, 0.01, drafted=20)], who=OTHER),
+        made(3, 3, cases=[case(2, 0.8, 0.2, drafted=4)]),
+    ]
+    overview = fill(stores, log)
+    found = overview.newest_cases(10)
+    assert [(one.drafted, one.tie) for one in found] == [(4, False), (3, False), (2, True), (1, False)]
+    assert (found[0].generation, found[0].q, found[0].context[-1]) == (log[3].id, 0.8, log[3].output[1])
+    first = overview.newest_cases(3)
+    second = overview.newest_cases(3, first[-1].case)
+    pages = [first, second, overview.newest_cases(3, second[-1].case)]
+    assert [[one.drafted for one in page] for page in pages] == [[4, 3, 2], [1], []]
+    stores.close()
+
+
 def test_the_context_is_what_the_draft_had_read(stores: Stores) -> None:
     output = tuple(range(100, 105))
     log = [made(1, 5, tokens=range(1, 100), output=output, cases=[case(2, 0.9, 0.1)])]

@@ -440,6 +440,9 @@ class InMemoryOverview:
     def disagreements(self, limit: int) -> list[Disagreement]:
         return self.cases[:limit]
 
+    def newest_cases(self, limit: int, before: int | None = None) -> list[Disagreement]:
+        return [each for each in self.cases[::-1] if before is None or each.case < before][:limit]
+
     def newest_run(self) -> TrainingRun | None:
         return self.run
 

@@ -51,6 +51,14 @@ COMMANDS = """\
 ## Commands
 
 What each does in full, and examples, are in its `--help`.
+
+| exit status | what |
+| --- | --- |
+| 0 | It is done. `serve` and `trainer` end with it after SIGTERM or Ctrl-C. |
+| 1 | It failed (the last line on stderr says why), the answer to a question was no, or what it checks is not so. |
+| 2 | The words of the command line are wrong. |
+| 70 | `serve`: the engine died or hung. Whoever supervises the process starts it again. |
+| 128 + n | Signal n ended it: 130 after Ctrl-C, 143 after SIGTERM (of a server: the second one). |
 """
 
 NOT_DESCRIBED = {

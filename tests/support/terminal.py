@@ -8,7 +8,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 TAKE = """
 import fcntl, os, signal, sys, termios
@@ -29,10 +29,12 @@ def at_a_terminal(
     *,
     prompt: str = "",
     keys: bytes = b"",
+    more: Sequence[tuple[str, Callable[[str], bytes]]] = (),
     limit: float = LIMIT_SECONDS,
 ) -> tuple[int, str]:
-    """The exit status of Python with these arguments, and what the terminal showed. keys: typed once `prompt` is shown. Raises
-    AssertionError when it has not ended after `limit` seconds."""
+    """The exit status of Python with these arguments, and what the terminal showed. keys: typed once `prompt` is shown. more:
+    then what these return for what is shown, once each of these texts is. Raises AssertionError when it has not ended after
+    `limit` seconds."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", TAKE, sys.executable, *arguments],
@@ -43,7 +45,7 @@ def at_a_terminal(
         env={**os.environ, "COLUMNS": "100", **environment},
     )
     os.close(theirs)
-    shown, typed, end = b"", not keys, time.monotonic() + limit
+    shown, typed, end, left = b"", not keys, time.monotonic() + limit, list(more)
     try:
         while True:
             assert time.monotonic() < end, f"it goes on after {limit:.0f} s: {shown.decode(errors='replace')}"
@@ -62,6 +64,8 @@ def at_a_terminal(
             if not typed and prompt.encode() in shown:
                 os.write(ours, keys)
                 typed = True
+            if typed and left and left[0][0].encode() in shown:
+                os.write(ours, left.pop(0)[1](shown.decode(errors="replace")))
         return process.wait(60), shown.decode()
     finally:
         process.kill()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+from typing import Annotated, Literal
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Query, Request, Response
@@ -20,7 +20,9 @@ THREADS = 2
 FRESH_SECONDS = 2.0
 """A history is this old at most: it is read once in that time, however many pages are open."""
 Hours = Annotated[int, Query(ge=1, le=24 * 366), NUMERAL]
-Limit = Annotated[int, Query(ge=1, le=100), NUMERAL]
+MAX_CASES = 100
+Limit = Annotated[int, Query(ge=1, le=MAX_CASES), NUMERAL]
+Before = Annotated[int | None, Query(ge=1, lt=2**63), NUMERAL]
 
 
 def page_routes(overview: Overview, encoder: Encoder, feed: Feed) -> APIRouter:
@@ -50,12 +52,17 @@ def page_routes(overview: Overview, encoder: Encoder, feed: Feed) -> APIRouter:
         return await recent.of(hours)
 
     @router.get("/cases")
-    async def cases(response: Response, limit: Limit = 20) -> CasesAnswer:
-        """Of the newest failure cases those of which the draft was surest and the target least, with the text before them."""
+    async def cases(
+        response: Response, limit: Limit = 20, order: Literal["worst", "newest"] = "worst", before: Before = None
+    ) -> CasesAnswer:
+        """Of the newest failure cases those of which the draft was surest and the target least, with the text before
+        them; or, by `order=newest`, the newest, near-ties too; the next page are those `before` the last `case` of this one."""
         response.headers.update({**SECURITY, "cache-control": "no-store"})
 
         def read() -> list[CaseAnswer]:
-            return [_case(found, encoder) for found in overview.disagreements(limit)]
+            newest = order == "newest"
+            found = overview.newest_cases(limit, before) if newest else overview.disagreements(limit)
+            return [_case(each, encoder) for each in found]
 
         return CasesAnswer(cases=await to_thread.run_sync(read, limiter=threads))
 
@@ -98,4 +105,6 @@ def _case(found: Disagreement, encoder: Encoder) -> CaseAnswer:
         p=found.p,
         q=found.q,
         created_at=found.created_at,
+        tie=found.tie,
+        case=found.case,
     )

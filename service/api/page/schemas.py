@@ -73,9 +73,13 @@ class CaseAnswer(ResponseModel):
     p: Finite
     q: Finite
     created_at: datetime
+    case: int
+    """Its own id, for `before`."""
+    tie: bool
+    """The two differ by numerical noise alone; only among the newest."""
 
 
 class CasesAnswer(ResponseModel):
-    """The worst first."""
+    """The worst first, or the newest."""
 
     cases: list[CaseAnswer]

@@ -1,10 +1,10 @@
-"""The failure cases in which draft and target disagreed most, with the text before them."""
+"""The failure cases in which draft and target disagreed most, and the newest, with the text before them."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import Connection, Row, select
+from sqlalchemy import Connection, FromClause, Row, Select, select
 
 from service.core import Disagreement, Provenance, Source
 from service.store.log.queries import same_pair
@@ -23,14 +23,8 @@ CONTEXT = 48
 def worst_cases(connection: Connection, who: Provenance, limit: int) -> list[Disagreement]:
     """See core.Overview.disagreements. Near-ties are left out."""
     newest = select(failure_cases).order_by(failure_cases.c.id.desc()).limit(NEWEST).subquery()
-    named = ("id", "domain", "client", "created_at", "prompt", "output", "rounds", "tokenizer", "draft")
     query = (
-        select(
-            *(newest.c[name] for name in ("position", "drafted", "p", "q")),
-            newest.c.target.label("correct"),
-            *(generations.c[name] for name in (*named, "target")),
-        )
-        .join_from(newest, generations, generations.c.seq == newest.c.seq)
+        _cases(newest)
         .where(newest.c.tie.is_(False))
         .order_by((newest.c.q - newest.c.p).desc(), newest.c.id.desc())
         .limit(ALIKE * limit)
@@ -41,6 +35,30 @@ def worst_cases(connection: Connection, who: Provenance, limit: int) -> list[Dis
         if same_pair(row, who) and len(worst) < limit:
             worst.setdefault((row.drafted, row.correct), _disagreement(row))
     return list(worst.values())
+
+
+def newest_cases(connection: Connection, who: Provenance, limit: int, before: int | None) -> list[Disagreement]:
+    """See core.Overview.newest_cases. Of the newest NEWEST, of any pair."""
+    earlier = [] if before is None else [failure_cases.c.id < before]
+    newest = select(failure_cases.c.id, failure_cases.c.seq).where(*earlier).order_by(failure_cases.c.id.desc())
+    newest = newest.limit(NEWEST).subquery()
+    pair = (generations.c[name] for name in ("tokenizer", "target", "draft"))
+    query = select(newest.c.id, *pair).join_from(newest, generations, generations.c.seq == newest.c.seq)
+    # Without prompts and answers, which are read of those that are shown.
+    mine = [row.id for row in connection.execute(query.order_by(newest.c.id.desc())) if same_pair(row, who)]
+    these = _cases(failure_cases).where(failure_cases.c.id.in_(mine[:limit]))
+    return [_disagreement(row) for row in connection.execute(these.order_by(failure_cases.c.id.desc()))]
+
+
+def _cases(cases: FromClause) -> Select[Any]:
+    """Failure cases as `_disagreement` and `same_pair` read them."""
+    named = ("id", "domain", "client", "created_at", "prompt", "output", "rounds", "tokenizer", "draft", "target")
+    return select(
+        *(cases.c[name] for name in ("position", "drafted", "p", "q", "tie")),
+        cases.c.target.label("correct"),
+        cases.c.id.label("case"),
+        *(generations.c[name] for name in named),
+    ).join_from(cases, generations, generations.c.seq == cases.c.seq)
 
 
 def _disagreement(row: Row[Any]) -> Disagreement:
@@ -59,4 +77,6 @@ def _disagreement(row: Row[Any]) -> Disagreement:
         p=row.p,
         q=row.q,
         created_at=utc(row.created_at),
+        tie=row.tie,
+        case=row.case,
     )

@@ -8,7 +8,7 @@ from sqlalchemy import select
 
 from service.core import AdapterRecord, AdapterState, Disagreement, History, Judgement, Provenance, TrainingRun
 from service.store.database import Database
-from service.store.log.disagreements import worst_cases
+from service.store.log.disagreements import newest_cases, worst_cases
 from service.store.log.traffic import read_traffic
 from service.store.registry.adapters import EvaluationKind, trained_for
 from service.store.registry.runs import Runs
@@ -40,6 +40,11 @@ class PairOverview:
         """See core.Overview."""
         with self._db.read() as connection:
             return worst_cases(connection, self._who, limit)
+
+    def newest_cases(self, limit: int, before: int | None = None) -> list[Disagreement]:
+        """See core.Overview. Of 2,000 of the database."""
+        with self._db.read() as connection:
+            return newest_cases(connection, self._who, limit, before)
 
     def newest_run(self) -> TrainingRun | None:
         """See core.Overview."""
