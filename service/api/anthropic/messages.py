@@ -139,8 +139,9 @@ def _client(body: MessagesRequest) -> str | None:
 
 
 def _grammar(body: CountRequest) -> Grammar | None:
-    wanted = body.output_config.format if body.output_config is not None else None
-    return None if wanted is None else json_grammar(wanted.schema_, "output_config.format.schema")
+    if body.output_config is not None and body.output_config.format is not None:
+        return json_grammar(body.output_config.format.schema_, "output_config.format.schema")
+    return None if body.output_format is None else json_grammar(body.output_format.schema_, "output_format.schema")
 
 
 def _forced_calls(body: CountRequest) -> ForcedCalls | None:

@@ -167,7 +167,7 @@ class RequestMetadata(ClientModel):
 
 
 class CountRequest(ClientModel):
-    """The body of POST /v1/messages/count_tokens."""
+    """The body of POST /v1/messages/count_tokens. output_format: the older name of `output_config.format`."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     model: Text | None = None
@@ -176,6 +176,7 @@ class CountRequest(ClientModel):
     tool_choice: Annotated[ToolChoice | NamedToolChoice, Field(discriminator="type")] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: SchemaFormat | None = None
     cache_control: Ignored = None
     context_management: Ignored = None
     mcp_servers: Annotated[Any, NotServed("MCP servers are not served: give their tools")] = None
