@@ -79,7 +79,7 @@ assert [reply.stop_reason for reply in runner] == ["tool_use"] * 2 and len(citie
 
 refused = None
 try:
-    client.messages.create(model=name, max_tokens=5, messages=ASKED, temperature=50)
+    client.messages.create(model=name, max_tokens=5, messages=ASKED, extra_body={"temperature": 50})
 except BadRequestError as error:
     refused = error
 assert refused is not None and refused.type == "invalid_request_error" and refused.request_id
