@@ -103,7 +103,9 @@ def python_script(name: str, packages: Sequence[str], folder: Path) -> list[str]
     environment = folder / name
     subprocess.run([uv, "venv", "--quiet", str(environment)], check=True, timeout=SECONDS)
     python = environment / ("Scripts" if sys.platform == "win32" else "bin") / "python"
-    subprocess.run([uv, "pip", "install", "--quiet", "--python", str(python), *packages], check=True, timeout=SECONDS)
+    # Elsewhere, or this project's own versions would bind the client's.
+    install = [uv, "pip", "install", "--quiet", "--python", str(python), *packages]
+    subprocess.run(install, cwd=folder, check=True, timeout=SECONDS)
     return [str(python), str(FOLDER / f"client_{name}.py")]
 
 

@@ -70,6 +70,6 @@ for (const [name, provider] of Object.entries(providers)) {
   assert.deepEqual(asked, ["Paris", "Paris"], name);
 }
 
-const version = (name) => JSON.parse(readFileSync(`node_modules/${name}/package.json`, "utf8")).version;
+const version = (name) => JSON.parse(readFileSync(new URL(`node_modules/${name}/package.json`, import.meta.url), "utf8")).version;
 const names = ["ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "@ai-sdk/anthropic"];
 console.log(names.map((name) => `${name} ${version(name)}`).join(", "));

@@ -100,5 +100,5 @@ const last = await anthropic.beta.messages.toolRunner({
 });
 assert.deepEqual([cities, last.content[0].text], [["Paris"], SAID]);
 
-const version = (package_) => JSON.parse(readFileSync(`node_modules/${package_}/package.json`, "utf8")).version;
+const version = (package_) => JSON.parse(readFileSync(new URL(`node_modules/${package_}/package.json`, import.meta.url), "utf8")).version;
 console.log(["openai", "@anthropic-ai/sdk"].map((each) => `${each} ${version(each)}`).join(", "));
