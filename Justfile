@@ -18,7 +18,8 @@ arrows:
 wheel:
     uv build --quiet --wheel --out-dir "$(mktemp -d)"
 
-# Real clients (openai, anthropic, ...) and schemathesis, each in an environment of its own: `just clients openai`.
+# Real clients (openai, anthropic, ...) and schemathesis, each in an environment of its own: `just clients openai`. `--all`: frameworks,
+# and what comes from npm (Codex, Claude Code, the AI SDK), too.
 clients *names:
     uv run python -m tests.clients {{names}}
 

@@ -21,7 +21,7 @@ import uvicorn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from service.api import Doors, Feed, Limits, ModelNames, build_api, build_startup_api
+from service.api import Doors, Feed, Limits, ModelNames, Replies, build_api, build_startup_api
 from service.app import PRACTICE, TARGETS, Folders, logged_outputs, resolve_models
 from service.core import (
     Access,
@@ -135,6 +135,8 @@ class Application:
             rate_limit=settings.server.rate_limit,
             share_across_keys=settings.server.share_across_keys,
         )
+        recorded = settings.store.record
+        self.replies = Replies(settings.store.replies_mb * 2**20 if recorded else 0, recorded=recorded)
         self._api: ASGIApp = build_startup_api(stage=lambda: self.stage, metrics=self.metrics, doors=self._doors)
         self._serving: Serving | None = None
         self._loan_sizes: dict[Borrower, LoanSize] = {}
@@ -210,6 +212,7 @@ class Application:
             feed=self._feed,
             defaults=sampling_defaults(serving.folders.target),
             strict=settings.server.strict_requests,
+            replies=self.replies,
         )
 
     def _load_look_ups(self, who: Provenance) -> None:
@@ -249,6 +252,7 @@ class Application:
         return {
             "engine": lambda selection: self.engine_thread.forget(selection).result(FORGET_SECONDS),
             "recorder": self.recorder.forget,
+            "replies": self.replies.forget,
             "encoder": lambda selection: encoder.forget(),
             "targets": lambda selection: remove_files(self.settings.home / TARGETS),
             "practice": lambda selection: practice_text.remove(self.settings.home / PRACTICE),

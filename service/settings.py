@@ -146,6 +146,10 @@ class StoreSettings(Section):
     """Size (MiB) of the tokens, rounds and probabilities that are recorded, at most: beyond it the oldest are purged, replayed
     ones among them. 0: no limit. None: a fiftieth of the disk that holds SQLite's file, between 512 MiB and 16 GiB; no limit
     in PostgreSQL."""
+    replies_mb: int = Field(default=64, ge=0)
+    """Memory (MiB), at most, for the answers of `/v1/responses` and the threads of `/v1/messages`, with their conversations,
+    which later requests continue by an id; those not used for the longest time go first. 0: none are kept, nor without
+    `record`."""
     keep_adapters: int = Field(default=3, ge=0)
     """Retired and rolled-back adapters of each pair whose files are kept for a rollback, newest first. The active adapter and
     those that it was trained on top of are always kept. The files of rejected, broken and revoked ones are deleted, a rejected

@@ -37,6 +37,8 @@ ROUTES: Mapping[tuple[str, str], Access] = {
     ("POST", "/v1/chat/completions"): Access.CLIENT,
     ("POST", "/v1/completions"): Access.CLIENT,
     ("POST", "/v1/responses"): Access.CLIENT,
+    ("GET", "/v1/responses/{id}"): Access.CLIENT,
+    ("DELETE", "/v1/responses/{id}"): Access.CLIENT,
     ("POST", "/v1/messages"): Access.CLIENT,
     ("POST", "/v1/messages/count_tokens"): Access.CLIENT,
     ("GET", "/v1/models"): Access.CLIENT,
@@ -136,7 +138,7 @@ class Guard:
         if scope["type"] == "http":
             if scope["path"].endswith("\n"):
                 # The router's patterns match before a line's end: such a path would be a route there and none here.
-                await answer(NotFound("no such path"))(scope, receive, send)
+                await answer(NotFound("no such path"), scope)(scope, receive, send)
                 return
             state = scope.setdefault("state", {})
             state["still_allowed"] = lambda: self._allows(scope)
@@ -145,7 +147,7 @@ class Guard:
             except RedraftError as error:
                 if scope["path"] in GENERATING and scope["method"] == "POST":
                     self._metrics.request_refused(error.code)
-                await answer(error)(scope, receive, send)
+                await answer(error, scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -183,7 +183,7 @@ async def collect(
         answered.result()
         return None
     except RedraftError as error:
-        return error_response(error)
+        return error_response(error, request.scope)
     finally:
         answered.cancel()
         gone.cancel()

@@ -15,7 +15,8 @@ from service.api.access import Guard, Policy, check_routes
 from service.api.adapters import adapter_routes
 from service.api.anthropic.messages import messages_routes
 from service.api.asking import Frontend, ModelNames
-from service.api.errors import ErrorAnswer, ErrorBoundary, install
+from service.api.error_shapes import AnthropicErrorAnswer, ErrorAnswer
+from service.api.errors import ErrorBoundary, install
 from service.api.generate import generate_routes
 from service.api.generations import generations_routes
 from service.api.health import health_routes
@@ -29,6 +30,7 @@ from service.api.openai.models import model_routes
 from service.api.openai.responses import responses_routes
 from service.api.page import Feed, page_files, page_routes
 from service.api.rates import RateLimit
+from service.api.replies import Replies
 from service.api.request_id import RequestId
 from service.api.request_log import RequestLog
 from service.api.requests import requests_routes
@@ -42,7 +44,9 @@ OPERATOR_THREADS = 4
 """Calls to the operator block while a draft loads: threads of their own keep them from taking up those that tokenise."""
 START_RETRY_SECONDS = 5
 
-ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}}
+Documented = dict[int | str, dict[str, Any]]
+ERRORS: Documented = {"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}}
+ANTHROPIC_ERRORS: Documented = {"4XX": {"model": AnthropicErrorAnswer}, "5XX": {"model": AnthropicErrorAnswer}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,7 @@ class Doors:
                 allow_origins=self.cors_origins,
                 allow_methods=["GET", "POST", "PUT", "DELETE"],
                 allow_headers=["*"],
-                expose_headers=["x-request-id", "retry-after", IGNORED],
+                expose_headers=["x-request-id", "request-id", "retry-after", IGNORED],
             )
 
 
@@ -87,11 +91,12 @@ def build_api(
     feed: Feed,
     defaults: Sampling | None = None,
     strict: bool = False,
+    replies: Replies | None = None,
 ) -> FastAPI:
     """The ASGI application. It starts and stops nothing: that is its builder's business.
 
     overview, feed: what the page shows. defaults: sampling where a request to an OpenAI or Anthropic route says nothing; None:
-    greedy. strict: see Frontend.
+    greedy. strict: see Frontend. replies: those that later requests may refer to; None: none is kept.
     """
     # No documentation pages: they would load scripts from elsewhere. The schema itself is at /openapi.json.
     app = FastAPI(title="Redraft", docs_url=None, redoc_url=None, redirect_slashes=False)
@@ -108,13 +113,13 @@ def build_api(
         mailbox,
         share=doors.share_across_keys,
         strict=strict,
+        replies=replies or Replies(0),
     )
-    for router in (
+    routers = [
         generate_routes(frontend),
         chat_routes(frontend),
         completion_routes(frontend),
         responses_routes(frontend),
-        messages_routes(frontend),
         model_routes(models, limits.max_context),
         training_routes(operator, threads),
         run_routes(operator, threads),
@@ -125,9 +130,10 @@ def build_api(
         health_routes(service.status, metrics),
         page_files(),
         page_routes(overview, encoder, feed),
-    ):
+    ]
+    for router, errors in [*((router, ERRORS) for router in routers), (messages_routes(frontend), ANTHROPIC_ERRORS)]:
         check_routes(router)
-        app.include_router(router, responses=ERRORS)
+        app.include_router(router, responses=errors)
     install(app, metrics, Policy().methods)
     app.add_middleware(BodyLimit, limits=limits)
     app.add_middleware(QueueLimit, service=service, metrics=metrics)

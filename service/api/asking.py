@@ -16,6 +16,7 @@ from service.api.exchange import Exchange
 from service.api.limits import Limits
 from service.api.mailbox import Mailbox
 from service.api.openings import Openings
+from service.api.replies import Replies
 from service.core import BadRequest, Caller, Encoder, GenerationService, Grammar, Prompt, Sampling
 from service.metrics import Metrics
 
@@ -109,7 +110,8 @@ class ModelNames:
 class Frontend:
     """What the routes that generate have in common. defaults: sampling where a request to an OpenAI or Anthropic route says
     nothing. share: requests with other keys may use each other's cached prefixes and look-ups. openings: how conversations
-    began. strict: fields that this server never heard of, and names of models that it does not serve, are refused."""
+    began. strict: fields that this server never heard of, and names of models that it does not serve, are refused. replies:
+    those that later requests may refer to."""
 
     service: GenerationService
     encoder: Encoder
@@ -121,6 +123,7 @@ class Frontend:
     share: bool = False
     strict: bool = False
     openings: Openings = field(default_factory=Openings)
+    replies: Replies = field(default_factory=lambda: Replies(0))
 
     async def submit(
         self, asked: Sequence[Asked], caller: Caller, *, each: int = 1, live: bool, route: str
@@ -194,7 +197,14 @@ def check_size(asked: Asked, limits: Limits) -> None:
     size = sum(len(text.strip().encode()) for text in texts)
     if size > limits.max_prompt_bytes:
         reason = f"{size} bytes cannot fit in a context of {limits.max_context} tokens"
-        raise ContextExceeded(f"{asked.prompt_field} is too long: {reason}", field=asked.prompt_field)
+        raise _too_long(asked, reason, -(-size * limits.max_context // limits.max_prompt_bytes), limits)
+
+
+def _too_long(asked: Asked, reason: str, tokens: int, limits: Limits) -> ContextExceeded:
+    """tokens: of the prompt, at least. A prompt that fills the context leaves no room for an answer."""
+    message = f"{asked.prompt_field} is too long: {reason}"
+    limit = min(limits.max_context, tokens - 1)
+    return ContextExceeded(message, asked.prompt_field, prompt_tokens=tokens, limit=limit)
 
 
 def to_prompt(asked: Asked, encoder: Encoder, limits: Limits, openings: Openings, defaults: Sampling) -> Prompt:
@@ -209,7 +219,7 @@ def to_prompt(asked: Asked, encoder: Encoder, limits: Limits, openings: Openings
     left = limits.max_context - len(tokens)
     if left < 1:
         reason = f"{len(tokens)} tokens leave no room in a context of {limits.max_context}"
-        raise ContextExceeded(f"{asked.prompt_field} is too long: {reason}", field=asked.prompt_field)
+        raise _too_long(asked, reason, len(tokens), limits)
     if wanted is not None and wanted > left and not asked.capped:
         reason = f"{len(tokens)} prompt tokens leave room for {left} in a context of {limits.max_context}"
         raise ContextExceeded(f"{name} is too large: {reason}", field=name)

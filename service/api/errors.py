@@ -1,4 +1,4 @@
-"""One shape for everything that goes wrong, OpenAI's: {"error": {"message", "type", "param", "code"}}.
+"""Everything that can go wrong, with its status, and how it is answered (the bodies: error_shapes).
 
 Messages are written here or by the rooms; none quotes what a client sent, beyond the name of the field that is wrong.
 """
@@ -8,17 +8,19 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.api.error_shapes import ErrorAnswer, ErrorDetail, anthropic_error, error_detail, is_anthropic
 from service.api.printing import printable
 from service.api.problems import invalid
+from service.api.request_id import id_of
 from service.api.request_log import note_error
 from service.core import (
     AdapterRefused,
@@ -76,9 +78,17 @@ class Forbidden(RedraftError):
 
 
 class ContextExceeded(BadRequest):
-    """The prompt, or the answer that is asked for, is longer than the context."""
+    """The prompt, or the answer that is asked for, is longer than the context. prompt_tokens: of a prompt that is too long by
+    itself, at least so many. limit: tokens that a prompt may have."""
 
     code = "context_length_exceeded"
+
+    def __init__(
+        self, message: str, field: str | None = None, *, prompt_tokens: int | None = None, limit: int = 0
+    ) -> None:
+        super().__init__(message, field)
+        self.prompt_tokens = prompt_tokens
+        self.limit = limit
 
 
 class ModelNotFound(NotFound):
@@ -95,6 +105,27 @@ class ToolNotFound(NotFound):
     field = "tool_choice"
 
 
+class ResponseNotFound(NotFound):
+    """The response that a request continues is not kept here."""
+
+    code = "previous_response_not_found"
+    field = "previous_response_id"
+
+
+class ItemNotFound(NotFound):
+    """The item that a request refers to is not kept here."""
+
+    code = "item_not_found"
+    field = "input"
+
+
+class ThreadNotFound(NotFound):
+    """The message whose thread a request continues is not kept here. Anthropic's clients then send the whole conversation."""
+
+    code = "thread_not_found"
+    field = "thread"
+
+
 STATUS: Mapping[type[RedraftError], int] = {
     BadRequest: 400,
     ContextExceeded: 400,
@@ -103,6 +134,9 @@ STATUS: Mapping[type[RedraftError], int] = {
     NotFound: 404,
     ModelNotFound: 404,
     ToolNotFound: 404,
+    ResponseNotFound: 404,
+    ItemNotFound: 404,
+    ThreadNotFound: 404,
     Conflict: 409,
     AdapterRefused: 409,
     IllegalMove: 409,
@@ -114,19 +148,6 @@ STATUS: Mapping[type[RedraftError], int] = {
 }
 """Status by class. Classes not listed are the server's own trouble: 500, with a message that does not go into it."""
 
-TYPES: Mapping[int, str] = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    409: "conflict_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-"""`type` by status, in the words of OpenAI and Anthropic. Others: invalid_request_error below 500, api_error from there on."""
-
 HTTP_CODES: Mapping[int, str] = {
     400: "bad_request",
     404: "not_found",
@@ -137,21 +158,6 @@ HTTP_CODES: Mapping[int, str] = {
 }
 
 
-class ErrorDetail(BaseModel):
-    """An error. `message` is one sentence, `type` its kind, `param` the name of what is wrong in the request, `code` stable."""
-
-    message: str
-    type: str
-    param: str | None = None
-    code: str
-
-
-class ErrorAnswer(BaseModel):
-    """The body of every error."""
-
-    error: ErrorDetail
-
-
 def status_of(error: RedraftError) -> int:
     """The HTTP status of an error."""
     return STATUS.get(type(error), 500)
@@ -159,17 +165,27 @@ def status_of(error: RedraftError) -> int:
 
 def describe(error: RedraftError) -> ErrorAnswer:
     """The error as a client may see it."""
+    return ErrorAnswer(error=_detail(error))
+
+
+def describe_to_anthropic(error: RedraftError, request_id: str) -> dict[str, Any]:
+    """The same for Anthropic's clients. Where a prompt is too long, Claude Code finds both numbers in the message and shortens
+    the conversation; where a thread is not found, the SDKs send the whole conversation."""
+    message = None
+    if isinstance(error, ContextExceeded) and error.prompt_tokens is not None:
+        message = f"prompt is too long: {error.prompt_tokens} tokens > {error.limit} maximum"
+    error_code = error.code if isinstance(error, ThreadNotFound) else None
+    return anthropic_error(_detail(error), request_id, message=message, error_code=error_code)
+
+
+def _detail(error: RedraftError) -> ErrorDetail:
     message = str(error) if type(error) in STATUS else "the server could not do this; its log says why"
-    return _described(status_of(error), message, error.code, error.field)
+    return error_detail(status_of(error), message, error.code, error.field)
 
 
-def _described(status: int, message: str, code: str, param: str | None = None) -> ErrorAnswer:
-    kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return ErrorAnswer(error=ErrorDetail(message=message, type=kind, param=param, code=code))
-
-
-def answer(error: RedraftError) -> JSONResponse:
-    """The error as a response with its status, and Retry-After where trying again helps."""
+def answer(error: RedraftError, scope: Scope) -> JSONResponse:
+    """The error as a response with its status, in the shape of the request's route, and Retry-After where trying again
+    helps."""
     note_error(error.code)
     status = status_of(error)
     if status == 500:
@@ -177,12 +193,14 @@ def answer(error: RedraftError) -> JSONResponse:
     headers = {"www-authenticate": "Bearer"} if status == 401 else {}
     if isinstance(error, Overloaded | Unavailable | RateLimited) and error.retry_after is not None:
         headers["retry-after"] = str(error.retry_after)
+    if is_anthropic(scope["path"]):
+        return JSONResponse(describe_to_anthropic(error, id_of(scope)), status, headers)
     return JSONResponse(describe(error).model_dump(), status, headers)
 
 
 def install(app: FastAPI, metrics: Metrics, methods: Callable[[str], Sequence[str]] = lambda path: ()) -> None:
-    """Bring everything raised inside the application into the one shape, and count refusals of routes that generate. methods:
-    those that routes have for a path; without, `Allow` names those of the first route alone."""
+    """Bring everything raised inside the application into its route's shape, and count refusals of routes that generate.
+    methods: those that routes have for a path; without, `Allow` names those of the first route alone."""
 
     def refuse(request: Request, response: JSONResponse, code: str) -> JSONResponse:
         if request.url.path in GENERATING and request.method == "POST":
@@ -191,7 +209,7 @@ def install(app: FastAPI, metrics: Metrics, methods: Callable[[str], Sequence[st
 
     def on_own(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RedraftError)
-        return refuse(request, answer(error), error.code)
+        return refuse(request, answer(error, request.scope), error.code)
 
     def on_invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
@@ -201,11 +219,14 @@ def install(app: FastAPI, metrics: Metrics, methods: Callable[[str], Sequence[st
         assert isinstance(error, HTTPException)
         code = HTTP_CODES.get(error.status_code, "bad_request" if error.status_code < 500 else "internal_error")
         note_error(code)
-        described = _described(error.status_code, error.detail, code)
+        detail = error_detail(error.status_code, error.detail, code)
+        body = ErrorAnswer(error=detail).model_dump()
+        if is_anthropic(request.url.path):
+            body = anthropic_error(detail, id_of(request.scope))
         headers = dict(error.headers or {})
         if error.status_code == 405 and (allowed := methods(request.url.path)):
             headers["Allow"] = ", ".join(allowed)
-        return refuse(request, JSONResponse(described.model_dump(), error.status_code, headers), code)
+        return refuse(request, JSONResponse(body, error.status_code, headers), code)
 
     app.add_exception_handler(RedraftError, on_own)
     app.add_exception_handler(RequestValidationError, on_invalid)
@@ -213,7 +234,7 @@ def install(app: FastAPI, metrics: Metrics, methods: Callable[[str], Sequence[st
 
 
 class ErrorBoundary:
-    """Outermost ASGI middleware: an unexpected exception becomes a 500 in the one shape.
+    """Outermost ASGI middleware: an unexpected exception becomes a 500 in its route's shape.
 
     Its class and where it came from are logged, its message is not: libraries quote their input in messages, and that
     may be a prompt.
@@ -248,4 +269,4 @@ class ErrorBoundary:
                 return
             if scope["path"] in GENERATING:
                 self._metrics.request_refused(RedraftError.code)
-            await answer(RedraftError())(scope, receive, send)
+            await answer(RedraftError(), scope)(scope, receive, send)

@@ -52,7 +52,7 @@ class QueueLimit:
                 self._service.reserve().release()
             except RedraftError as error:
                 self._metrics.request_refused(error.code)
-                await answer(error)(scope, receive, send)
+                await answer(error, scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -29,8 +29,6 @@ def media_of(kind: str) -> str | None:
 
 def not_served_as(kind: str, name: str) -> str:
     """The sentence for a type that is not served. name: of the field that holds what has it."""
-    if kind == "item_reference":
-        return "stored items (item_reference) are not served: send the items themselves"
     media = None if name.startswith("tool") else media_of(kind)
     verb = "are" if name.endswith("s") else "is"
     return f"{media or f'{name} of type {printable(kind)} {verb}'} not served"

@@ -41,6 +41,6 @@ class RateLimit:
                 error = RateLimited(f"more requests than {self._rate} with this key", retry_after=wait)
                 if path in GENERATING:
                     self._metrics.request_refused(error.code)
-                await answer(error)(scope, receive, send)
+                await answer(error, scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)

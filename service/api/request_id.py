@@ -1,4 +1,5 @@
-"""Every response names its request: by the id that the client sent in `x-request-id`, or by a new one."""
+"""Every response names its request: by the id that the client sent in `x-request-id`, or by a new one. Anthropic's clients look
+for it in `request-id`."""
 
 from __future__ import annotations
 
@@ -7,7 +8,10 @@ import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.api.error_shapes import is_anthropic
+
 HEADER = b"x-request-id"
+ANTHROPIC_HEADER = b"request-id"
 USABLE = re.compile(rb"[\x21-\x7e]{1,128}")
 STATE = "request_id"
 """In the state of the scope."""
@@ -19,7 +23,8 @@ def id_of(scope: Scope) -> str:
 
 
 class RequestId:
-    """ASGI middleware that answers with `x-request-id`: the client's own where it is printable and short."""
+    """ASGI middleware that answers with `x-request-id`, and with `request-id` on Anthropic's routes: the client's own where it
+    is printable and short."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -32,10 +37,11 @@ class RequestId:
         sent = next((value for name, value in scope["headers"] if name == HEADER), b"")
         id = sent if USABLE.fullmatch(sent) else uuid.uuid4().hex.encode()
         scope.setdefault("state", {})[STATE] = id.decode()
+        named_by = [HEADER, ANTHROPIC_HEADER] if is_anthropic(scope["path"]) else [HEADER]
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), (HEADER, id)]}
+                message = {**message, "headers": [*message.get("headers", ()), *((name, id) for name in named_by)]}
             await send(message)
 
         await self._app(scope, receive, named)

@@ -6,10 +6,9 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from service.core.errors import BadRequest
-from service.core.generation import Prompt
 
 _PREFIX = re.compile(r"^(chatcmpl-|cmpl-|resp_|msg_)")
 """Of ids in answers of OpenAI's and Anthropic's routes."""
@@ -18,6 +17,25 @@ _PREFIX = re.compile(r"^(chatcmpl-|cmpl-|resp_|msg_)")
 def request_id(name: str) -> str:
     """A request's own id, of the id that a route's answer has."""
     return _PREFIX.sub("", name)
+
+
+class Tagged(Protocol):
+    """What tells whose a text is, as a Prompt has it."""
+
+    @property
+    def api_key(self) -> str | None:
+        """Name of the key that it was asked for with."""
+        ...
+
+    @property
+    def client(self) -> str | None:
+        """The client's own tag."""
+        ...
+
+    @property
+    def domain(self) -> str | None:
+        """The domain's."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +78,14 @@ class Selection:
         }
         return {name: value for name, value in said.items() if value is not None} | {"everything": self.everything}
 
-    def covers(self, id: str, prompt: Prompt, created: datetime) -> bool:
-        """Whether a generation of this prompt is selected that is not in the log yet. created: when it ended; for a request
+    def covers(self, id: str, tags: Tagged, created: datetime) -> bool:
+        """Whether a generation with these tags is selected that is not in the log yet. created: when it ended; for a request
         under way, now."""
         return (
             (self.ids is None or id in self.ids)
-            and (self.api_key is None or prompt.api_key == self.api_key)
-            and (self.client is None or prompt.client == self.client)
-            and (self.domain is None or prompt.domain == self.domain)
+            and (self.api_key is None or tags.api_key == self.api_key)
+            and (self.client is None or tags.client == self.client)
+            and (self.domain is None or tags.domain == self.domain)
             and (self.before is None or created < self.before)
         )
 

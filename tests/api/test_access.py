@@ -33,7 +33,8 @@ PUBLIC = [
 ]  # fmt: skip
 CLIENT = [
     "POST /generate", "POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses", "POST /v1/messages",
-    "POST /v1/messages/count_tokens", "GET /v1/models", "GET /v1/models/{id:path}",
+    "POST /v1/messages/count_tokens", "GET /v1/models", "GET /v1/models/{id:path}", "GET /v1/responses/{id}",
+    "DELETE /v1/responses/{id}",
 ]  # fmt: skip
 LOCAL = [
     "GET /metrics", "POST /train", "GET /train/{id}", "GET /adapters", "DELETE /adapters/{id}/files",

@@ -147,6 +147,7 @@ def test_one_call_at_a_time() -> None:
     ("more", "grammar"),
     [
         ({"output_config": {"format": {"type": "json_schema", "schema": {"a": 1}}}}, 'json_schema: {"a": 1}'),
+        ({"output_format": {"type": "json_schema", "schema": {"a": 1}}}, 'json_schema: {"a": 1}'),
         ({"tools": [{**TOOL, "strict": True}]}, "lark: 1 tools, strict: now"),
         ({"tools": [TOOL], "tool_choice": {"type": "any"}}, "lark: 1 tools, several: True"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "now"}}, "lark: 1 tools, several: False"),

@@ -207,7 +207,6 @@ def test_what_is_valid_though_empty_is_read_so(server: EchoServer, http: httpx.C
 
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 PART = "messages.0.content.0"
-STORED = "stored items (item_reference) are not served: send the items themselves"
 
 
 def saying(part: dict[str, Any]) -> dict[str, Any]:
@@ -229,9 +228,10 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"typical_p": 0.5}, "typical_p is not served", "typical_p"),
     (CHAT, {"typical_p": True}, "typical_p is not served", "typical_p"),
     (COMPLETIONS, {"suffix": "b"}, "text behind the answer (suffix) is not served", "suffix"),
-    (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, STORED, "input.0"),
+    (RESPONSES, {"input": [{"type": "input_image", "image_url": "x"}]}, "images are not served", "input.0.type"),
+    (RESPONSES, {"input": [{"type": "input_text", "text": "x"}]}, "input of type input_text is not served", "input.0.type"),
+    (RESPONSES, {"tool_choice": {"type": "web_search"}}, "tool_choice of type web_search is not served", "tool_choice"),
     (RESPONSES, {"input": saying({"type": "input_image"})["messages"]}, "images are not served", "input.0.content.0"),
-    (RESPONSES, {"truncation": "auto"}, "truncation of the input is not served", "truncation"),
     (MESSAGES, saying({"type": "image", "source": {}}), "images are not served", PART),
     (MESSAGES, {"system": [{"type": "document"}]}, "documents are not served", "system.0.type"),
     (MESSAGES, {"mcp_servers": [{"name": "x"}]}, "MCP servers are not served: give their tools", "mcp_servers"),
@@ -366,3 +366,89 @@ def test_a_folder_is_known_by_its_name(tmp_path: Any, monkeypatch: pytest.Monkey
     assert ModelNames.of_target(str(snapshot), []).name == "Qwen/Qwen3-8B"
     assert ModelNames.of_target("smollm2-135m", ["gpt"]).all == ["gpt", "smollm2-135m"]
     assert ModelNames.of_target("Qwen/Qwen3-8B", []).all == ["Qwen/Qwen3-8B"]
+
+
+FLAT = {"type": "function", "name": "now", "parameters": {"type": "object"}}
+ANTHROPIC_TOOL = {"name": "now", "input_schema": {"type": "object"}}
+SHAPE = {"type": "object", "properties": {"a": {"type": "integer"}}}
+JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": SHAPE}}
+FORCED: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"tools": [NOW], "tool_choice": "required", "response_format": JSON_SCHEMA}),
+    (CHAT, {"tools": [NOW], "tool_choice": NOW, "response_format": {"type": "json_object"}}),
+    (
+        CHAT,
+        {
+            "tools": [NOW],
+            "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NOW]}},
+            "response_format": JSON_SCHEMA,
+        },
+    ),
+    (
+        RESPONSES,
+        {
+            "tools": [FLAT],
+            "tool_choice": {"type": "function", "name": "now"},
+            "text": {"format": {"type": "json_schema", "name": "now", "strict": True, "schema": SHAPE}},
+        },
+    ),
+    (RESPONSES, {"tools": [FLAT], "tool_choice": "required", "text": {"format": {"type": "json_object"}}}),
+    (
+        MESSAGES,
+        {
+            "tools": [ANTHROPIC_TOOL],
+            "tool_choice": {"type": "any"},
+            "output_config": {"format": {"type": "json_schema", "schema": SHAPE}},
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "more"), FORCED, ids=lambda value: str(value)[:50])
+def test_a_forced_call_leaves_a_format_nothing_to_apply_to(
+    server: EchoServer, http: httpx.Client, path: str, more: dict[str, Any]
+) -> None:
+    response = http.post(path, json={**BODIES[path], **more})
+    assert response.status_code == 200, response.text
+    constraint = server.engine.tickets[-1].prompt.constraint
+    assert constraint is not None and constraint.grammar.text.startswith("lark: 1 tools, several:")
+    # Without the choice it applies to what is no call.
+    assert http.post(path, json={**BODIES[path], **more, "tool_choice": None}).status_code == 200
+    constraint = server.engine.tickets[-1].prompt.constraint
+    assert constraint is not None and ", or {" in constraint.grammar.text
+
+
+def test_a_structured_output_beside_a_forced_call_is_refused(http: httpx.Client) -> None:
+    body = {**BODIES[CHAT], "tools": [NOW], "tool_choice": "required", "structured_outputs": {"regex": "a"}}
+    message, _ = refusal(http.post(CHAT, json=body))
+    assert message == "forced calls leave no room for another format"
+
+
+def test_tools_and_items_of_other_types_are_ignored_by_name(server: EchoServer, http: httpx.Client) -> None:
+    hosted: list[dict[str, Any]] = [
+        {"type": "mcp", "server_label": "x", "server_url": "https://x.example"},
+        {"type": "file_search", "vector_store_ids": ["v"]},
+        {"type": "image_generation"},
+        {"type": "of, the\nfuture"},
+    ]
+    items: list[dict[str, Any]] = [
+        *USER,
+        {"type": "web_search_call", "id": "ws_1", "action": {"query": "q"}},
+        {"type": "image_generation_call", "id": "ig_1", "result": "x"},
+        {"type": "custom_tool_call", "call_id": "c", "name": "n", "input": "x"},
+        {"type": "custom_tool_call_output", "call_id": "c", "output": "y"},
+        {"type": "compaction", "encrypted_content": "x"},
+    ]
+    more = {"truncation": "auto", "stream_options": {"include_obfuscation": False}}
+    response = http.post(RESPONSES, json={"input": items, "tools": [FLAT, *hosted], **more})
+    assert response.status_code == 200, response.text
+    assert response.headers[HEADER] == (
+        "stream_options, truncation, tools.file_search, tools.image_generation, tools.mcp, tools.of\\x2c\\x20the\\nfuture, "
+        "input.compaction, input.custom_tool_call, input.custom_tool_call_output, input.image_generation_call, "
+        "input.web_search_call"
+    )
+    messages, tools, _ = server.encoder.chats[-1]
+    assert messages == USER and [tool["function"] for tool in tools] == [
+        {"name": "now", "parameters": {"type": "object"}}
+    ]
+    assert response.json()["truncation"] == "disabled"
+    assert HEADER not in http.post(RESPONSES, json={"input": items[:1], "truncation": "disabled"}).headers

@@ -460,7 +460,7 @@ WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": user("a"), "structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice"),
     ({"messages": user("a"), "structured_outputs": {"choice": [1]}}, "structured_outputs.choice.0"),
     (
-        {"messages": user("a"), "tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},
+        {"messages": user("a"), "tools": [TOOL], "tool_choice": "required", "structured_outputs": {"regex": "a"}},
         "tool_choice",
     ),
     ({"messages": user("a"), "functions": [{"name": "f"}]}, "functions"),
@@ -766,17 +766,18 @@ def test_a_response_that_was_cut_is_incomplete(http: httpx.Client) -> None:
 @pytest.mark.parametrize(
     ("asked", "param"),
     [
-        ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"input": "a", "previous_response_id": 1}, "previous_response_id"),
         ({"input": "a", "background": True}, "background"),
         ({"input": "a", "conversation": "c"}, "conversation"),
         ({"input": "a", "text": {"format": {"type": "grammar"}}}, "text.format"),
         ({"input": "a", "text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
-        ({"input": "a", "truncation": "auto"}, "truncation"),
-        ({"input": "a", "tools": [{"type": "mcp"}]}, "tools.0"),
+        ({"input": "a", "truncation": "left"}, "truncation"),
+        ({"input": "a", "tools": [{"name": "now"}]}, "tools.0"),
         ({"input": "x" * 4_000}, "input"),
         ({"input": "a", "max_output_tokens": 10_000}, "max_output_tokens"),
         ({"input": []}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+        ({"input": [{"type": "item_reference"}]}, "input"),
+        ({"input": [{"type": "web_search_call"}]}, "input"),
     ],
 )
 def test_what_a_response_cannot_have_is_refused_by_name(http: httpx.Client, asked: dict[str, Any], param: str) -> None:
@@ -807,6 +808,7 @@ FORMAT, STRUCTURE = {"type": "json_object"}, {"regex": "a"}
         (CHAT, "ChatRequest", {"structured_outputs": {"regex": None}, "response_format": FORMAT}, True),
         (CHAT, "ChatRequest", {"tools": [TOOL], "tool_choice": "required"}, True),
         (CHAT, "ChatRequest", {"tools": [TOOL], "tool_choice": "required", "structured_outputs": STRUCTURE}, False),
+        (CHAT, "ChatRequest", {"tools": [TOOL], "tool_choice": "required", "response_format": FORMAT}, True),
         (CHAT, "ChatRequest", {"tools": [TOOL], "tool_choice": "auto", "structured_outputs": STRUCTURE}, True),
         (COMPLETIONS, "CompletionRequest", {"structured_outputs": STRUCTURE, "response_format": FORMAT}, False),
         (COMPLETIONS, "CompletionRequest", {"structured_outputs": None, "response_format": FORMAT}, True),
@@ -815,7 +817,7 @@ FORMAT, STRUCTURE = {"type": "json_object"}, {"regex": "a"}
             RESPONSES,
             "ResponsesRequest",
             {"tools": [FLAT_TOOL], "tool_choice": "required", "text": {"format": FORMAT}},
-            False,
+            True,
         ),
         (RESPONSES, "ResponsesRequest", {"text": {"format": FORMAT}}, True),
     ],

@@ -466,12 +466,14 @@ def test_the_schema_names_every_route_and_the_error_shape(http: httpx.Client) ->
         "/v1/models",
         "/v1/models/{id}",
         "/v1/responses",
+        "/v1/responses/{id}",
     ]
-    for path in schema["paths"].values():
-        for operation in path.values():
+    for path, operations in schema["paths"].items():
+        for operation in operations.values():
             assert "422" not in operation["responses"]
             shape = operation["responses"]["4XX"]["content"]["application/json"]["schema"]
-            assert shape == {"$ref": "#/components/schemas/ErrorAnswer"}
+            name = "AnthropicErrorAnswer" if path.startswith("/v1/messages") else "ErrorAnswer"
+            assert shape == {"$ref": f"#/components/schemas/{name}"}
     fields = schema["components"]["schemas"]["GenerateRequest"]
     assert fields["additionalProperties"] is True
     assert schema["components"]["schemas"]["EraseRequest"]["additionalProperties"] is False

@@ -1,4 +1,7 @@
-"""Makes each client's environment and runs its script: `python -m tests.clients [--examples N] [NAME ...]`."""
+"""Makes each client's environment and runs its script: `python -m tests.clients [--all] [--examples N] [NAME ...]`.
+
+Without names: the clients of requirements.txt, and with `--all` those of frameworks.txt and npm.txt too.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from service.evaluation.server_process import LocalServer
+from service.models.catalog import resolve
+from tests.clients.scripted_model import write_scripted
 from tests.support.echo_engine import LIMITS, EchoServer
 
 FOLDER = Path(__file__).parent
@@ -31,11 +36,15 @@ UNBOUNDED = replace(LIMITS, max_body_bytes=2**26, max_tokens=2**31, max_context=
 """Whatever the document allows is then served: no document can know how long a prompt may be."""
 SCHEMATHESIS = "schemathesis"
 """It asks thousands of times: an engine that repeats its prompt answers it."""
+FRAMEWORKS, NPM = "frameworks.txt", "npm.txt"
+"""Clients that a scripted model answers: it calls their tools, and its context holds the prompts of coding agents."""
+CONTEXT = 32_768
+"""Tokens of the scripted model's context, which holds the prompts of coding agents."""
 
 
-def environments() -> dict[str, list[str]]:
-    """What each client needs, by its name."""
-    lines = (FOLDER / "requirements.txt").read_text(encoding="utf-8").splitlines()
+def environments(file: str = "requirements.txt") -> dict[str, list[str]]:
+    """What each client of this file needs, by its name."""
+    lines = (FOLDER / file).read_text(encoding="utf-8").splitlines()
     pairs = [line.split(":", 1) for line in lines if line and not line.startswith("#")]
     return {name: packages.split() for name, packages in pairs}
 
@@ -72,46 +81,108 @@ def served(folder: Path) -> Generator[tuple[str, str]]:
         plain.stop()
 
 
-def run(name: str, packages: list[str], arguments: Sequence[str], folder: Path, seconds: float = SECONDS) -> bool:
-    """Whether the client's script went through within so many seconds; its output is shown where it did not."""
+@contextmanager
+def scripted(folder: Path) -> Generator[str]:
+    """A server on a model that follows the scripts of scripts.json. Yields its address."""
+    scripts = json.loads((FOLDER / "scripts.json").read_text(encoding="utf-8"))
+    template = (FOLDER / "tools.jinja").read_text(encoding="utf-8").rpartition("{%- if add_generation_prompt")[0]
+    target = write_scripted(resolve("smollm2-135m", folder / "home"), scripts, template, folder / "scripted", CONTEXT)
+    settings = {**SETTINGS, "models": {"target": str(target), "draft": "none"}}
+    server = LocalServer(folder / "scripted-state", settings, folder / "home")
+    try:
+        server.start()
+        yield server.url
+    finally:
+        server.stop()
+
+
+def python_script(name: str, packages: Sequence[str], folder: Path) -> list[str]:
+    """The command of a client that comes from PyPI, in an environment of its own."""
     uv = shutil.which("uv")
     assert uv is not None, "uv is not installed"
-    started = time.monotonic()
     environment = folder / name
     subprocess.run([uv, "venv", "--quiet", str(environment)], check=True, timeout=SECONDS)
     python = environment / ("Scripts" if sys.platform == "win32" else "bin") / "python"
-    subprocess.run([uv, "pip", "install", "--quiet", "--python", str(python), *packages], check=True, timeout=SECONDS)
-    script = [str(python), str(FOLDER / f"client_{name}.py"), *arguments]
-    done = subprocess.run(script, cwd=folder, capture_output=True, text=True, timeout=seconds, check=False)
+    # Elsewhere, or this project's own versions would bind the client's.
+    install = [uv, "pip", "install", "--quiet", "--python", str(python), *packages]
+    subprocess.run(install, cwd=folder, check=True, timeout=SECONDS)
+    return [str(python), str(FOLDER / f"client_{name}.py")]
+
+
+def node_script(name: str, packages: Sequence[str], folder: Path) -> list[str]:
+    """The command of a client that comes from npm: a script of Node's, or of Python's that is told where its programs are."""
+    npm, node = shutil.which("npm"), shutil.which("node")
+    assert npm is not None and node is not None, "Node.js is not installed"
+    environment = folder / name
+    environment.mkdir()
+    (environment / "package.json").write_text("{}", encoding="utf-8")
+    subprocess.run([npm, "install", "--silent", *packages], cwd=environment, check=True, timeout=SECONDS)
+    script = FOLDER / f"client_{name}.mjs"
+    if script.exists():
+        # Packages are looked for from where the script is.
+        return [node, str(shutil.copy(script, environment))]
+    return [sys.executable, str(FOLDER / f"client_{name}.py"), str(environment / "node_modules" / ".bin")]
+
+
+def run(name: str, script: Sequence[str], arguments: Sequence[str], folder: Path, seconds: float = SECONDS) -> bool:
+    """Whether the client's script went through within so many seconds; the end of its output is shown, all of it where it did
+    not."""
+    started = time.monotonic()
+    done = subprocess.run(
+        [*script, *arguments], cwd=folder, capture_output=True, text=True, timeout=seconds, check=False
+    )
     if done.returncode:
         print(done.stdout[-20_000:], done.stderr[-8_000:], sep="\n")
-    print(f"{name}: {'failed' if done.returncode else 'passed'} ({time.monotonic() - started:.0f} s)", flush=True)
+    said = done.stdout.strip().splitlines()[-1:] if not done.returncode else []
+    outcome = "failed" if done.returncode else "passed"
+    print(f"{name}: {outcome} ({time.monotonic() - started:.0f} s)", *said, sep="; ", flush=True)
     return done.returncode == 0
 
 
-def main(names: Sequence[str], examples: int = EXAMPLES) -> int:
-    """Status 1 where a client failed. names: of the clients; none: all. examples: see EXAMPLES."""
-    wanted = {name: packages for name, packages in environments().items() if not names or name in names}
+def main(names: Sequence[str], examples: int = EXAMPLES, *, everything: bool = False) -> int:
+    """Status 1 where a client failed. names: of the clients; none: those of requirements.txt, or of every file. examples: see
+    EXAMPLES."""
+
+    def chosen(file: str, *, usual: bool) -> dict[str, list[str]]:
+        return {
+            name: packages for name, packages in environments(file).items() if name in names or (usual and not names)
+        }
+
+    wanted = chosen("requirements.txt", usual=True)
+    frameworks, programs = chosen(FRAMEWORKS, usual=everything), chosen(NPM, usual=everything)
     real, results = [name for name in wanted if name != SCHEMATHESIS], list[bool]()
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         if real:
             with served(folder) as addresses:
-                results += [run(name, wanted[name], addresses, folder) for name in real]
+                for name in real:
+                    results.append(run(name, python_script(name, wanted[name], folder), addresses, folder))
+        if frameworks or programs:
+            with scripted(folder) as address:
+                for name, packages in frameworks.items():
+                    results.append(run(name, python_script(name, packages, folder), [address], folder))
+                for name, packages in programs.items():
+                    results.append(run(name, node_script(name, packages, folder), [address], folder))
         if SCHEMATHESIS in wanted:
             # It leaves answers unread, of which asyncio warns each time.
             logging.getLogger("asyncio").setLevel(logging.ERROR)
             with EchoServer(limits=UNBOUNDED).served() as address:
-                arguments = [address, str(examples)]
-                results.append(run(SCHEMATHESIS, wanted[SCHEMATHESIS], arguments, folder, SECONDS + 2 * examples))
+                script = python_script(SCHEMATHESIS, wanted[SCHEMATHESIS], folder)
+                results.append(run(SCHEMATHESIS, script, [address, str(examples)], folder, SECONDS + 2 * examples))
     return 0 if all(results) else 1
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tests.clients")
     parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--all", action="store_true", help="clients of frameworks.txt and npm.txt, too")
     parser.add_argument("--examples", type=int, default=EXAMPLES)
     parsed = parser.parse_args()
-    if unknown := set(parsed.names) - environments().keys():
+    if (
+        unknown := set(parsed.names)
+        - environments().keys()
+        - environments(FRAMEWORKS).keys()
+        - environments(NPM).keys()
+    ):
         parser.error(f"no such client: {', '.join(sorted(unknown))}")
-    sys.exit(main(parsed.names, parsed.examples))
+    sys.exit(main(parsed.names, parsed.examples, everything=parsed.all))

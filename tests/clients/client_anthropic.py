@@ -1,9 +1,13 @@
-"""The `anthropic` package: messages, stream, counts, errors."""
+"""The `anthropic` package: messages, stream, counts, threads, tool runner, errors."""
 
+import re
 import sys
+from typing import Annotated
 
-from anthropic import Anthropic, BadRequestError
+import anthropic
+from anthropic import Anthropic, BadRequestError, NotFoundError, beta_tool
 from anthropic.types import Message
+from pydantic import Field
 
 client = Anthropic(base_url=sys.argv[1], api_key="none", max_retries=0)
 MODEL = "claude-opus-4-8"
@@ -28,6 +32,13 @@ assert counted.input_tokens == total
 stopped = client.messages.create(model=MODEL, max_tokens=60, messages=ASKED, stop_sequences=["4"])
 assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "4")
 
+FOLLOWING = {"role": "user", "content": "And 3 + 3?"}
+thread = client.beta.messages.thread(model=MODEL, max_tokens=40, system="You are brief.")
+replies = [thread.send(turn) for turn in (*ASKED, FOLLOWING)]
+turns = [*ASKED, {"role": "assistant", "content": replies[0].content[0].text}, FOLLOWING]
+whole = client.messages.create(model=MODEL, max_tokens=40, system="You are brief.", messages=turns)
+assert replies[1].content[0].text == whole.content[0].text and thread.previous_message_id == replies[1].id
+
 tooled = Anthropic(base_url=sys.argv[2], api_key="none", max_retries=0)
 name = tooled.models.list().data[0].id
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"]}
@@ -46,10 +57,44 @@ turns += [
 ]
 assert tooled.messages.create(model=name, max_tokens=30, messages=turns, tools=TOOLS).content
 
+cities = []
+
+
+@beta_tool
+def weather(city: Annotated[str, Field(max_length=20)]) -> str:
+    """A forecast."""
+    cities.append(city)
+    return "Sunny, 25 degrees."
+
+
+runner = tooled.beta.messages.tool_runner(
+    model=name,
+    max_tokens=200,
+    tools=[weather],
+    tool_choice={"type": "any", "disable_parallel_tool_use": True},
+    messages=turns[:1],
+    max_iterations=2,
+)
+assert [reply.stop_reason for reply in runner] == ["tool_use"] * 2 and len(cities) == 2
+
 refused = None
 try:
     client.messages.create(model=name, max_tokens=5, messages=ASKED, extra_body={"temperature": 50})
 except BadRequestError as error:
-    refused = error.body["error"]
-assert refused is not None and refused["type"] == "invalid_request_error"
+    refused = error
+assert refused is not None and refused.type == "invalid_request_error" and refused.request_id
+refused = None
+try:
+    client.messages.create(model=name, max_tokens=5, messages=[{"role": "user", "content": "word " * 20_000}])
+except BadRequestError as error:
+    refused = error
+assert re.fullmatch(r"prompt is too long: \d+ tokens > \d+ maximum", refused.api_message), refused
+lost = None
+try:
+    on = {"type": "continue", "previous_message_id": "msg_none"}
+    client.beta.messages.create(model=name, max_tokens=5, messages=ASKED, thread=on)
+except NotFoundError as error:
+    lost = error.error_code
+assert lost == "thread_not_found", lost
 assert client.messages.create(model="other", max_tokens=5, messages=ASKED).content
+print(f"anthropic {anthropic.__version__}")

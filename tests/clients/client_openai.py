@@ -4,7 +4,8 @@ import json
 import re
 import sys
 
-from openai import BadRequestError, OpenAI
+import openai
+from openai import BadRequestError, NotFoundError, OpenAI
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response
@@ -77,6 +78,22 @@ with client.responses.stream(model=MODEL, input="What is 2 + 2?", max_output_tok
 assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
 asked = [{"role": "user", "content": "What is 2 + 2?"}, *response.output, {"role": "user", "content": "And 3 + 3?"}]
 assert client.responses.create(model=MODEL, input=asked, max_output_tokens=20).output_text
+
+first = client.responses.create(model=MODEL, input="What is 2 + 2?", max_output_tokens=60)
+following = {"model": MODEL, "max_output_tokens": 20}
+second = client.responses.create(input="And 3 + 3?", previous_response_id=first.id, **following)
+asked = [{"role": "user", "content": "What is 2 + 2?"}, *first.output, {"role": "user", "content": "And 3 + 3?"}]
+assert first.store and client.responses.create(input=asked, **following).output_text == second.output_text
+asked[1] = {"type": "item_reference", "id": first.output[0].id}
+assert client.responses.create(input=asked, **following).output_text == second.output_text
+assert strict(Response, client.responses.retrieve(first.id)) == first
+client.responses.delete(first.id)
+gone = None
+try:
+    client.responses.create(input="And 3 + 3?", previous_response_id=first.id, **following)
+except NotFoundError as error:
+    gone = error.code
+assert gone == "previous_response_not_found", gone
 
 # ------------------------------------------------------------------------------------------------------------- formats
 
@@ -201,3 +218,4 @@ for wrong, kind in (
     except kind as error:
         named = error.param
     assert named == next(iter(wrong)), named
+print(f"openai {openai.__version__}")

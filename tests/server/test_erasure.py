@@ -140,6 +140,16 @@ def ask_within_a_grammar(server: InProcessServer, canary: Canary, model: str) ->
     )
 
 
+def ask_in_parts(server: InProcessServer, canary: Canary) -> None:
+    """A response that is continued, and a thread."""
+    body: dict[str, Any] = {"max_output_tokens": 8, "user": "mallory"}
+    first = ask(server, "POST", "/v1/responses", input=canary.words(), **body)["id"]
+    ask(server, "POST", "/v1/responses", input="more", previous_response_id=first, **body)
+    said = [{"role": "user", "content": f"{canary.words()}!"}]
+    more: dict[str, Any] = {"thread": {"type": "create"}, "metadata": {"user_id": "mallory"}, "max_tokens": 8}
+    ask(server, "POST", "/v1/messages", messages=said, **more)
+
+
 def learn(server: InProcessServer, root: Path) -> list[int]:
     """A run of a real child over what was recorded, as if the draft had failed everywhere and the target's probabilities had
     not been logged: the child computes them, and keeps them in files. Its adapter."""
@@ -225,9 +235,10 @@ def check(
     # The canary goes wherever a text can go.
     canary.output = [~token for token in the_same("mallory")["tokens"]]
     ask_within_a_grammar(server, canary, application.settings.models.target)
+    ask_in_parts(server, canary)
     for number in range(4):
         ask(server, "POST", "/generate", prompt=f"question {number}", max_tokens=16, client="ada")
-    until(lambda: application.stores.generations.stats().generations == 6)
+    until(lambda: application.stores.generations.stats().generations == 9)
     until(lambda: list(prefixes.iterdir()))
     adapters = learns(server, root)
     assert list((root / "home" / "targets").rglob("*.npz"))
@@ -237,12 +248,14 @@ def check(
     for where in ("prefix.Node", "prefix_files.File", "Lookup", "OrderedDict"):
         assert where in held, f"the test does not reach {where}"
     assert found_by_look_up()
+    assert application.replies.size
     assert "state/redraft.db" in on_disk(root, needles()) or "state/redraft.db-wal" in on_disk(root, needles())
 
     erased = ask(server, "DELETE", "/generations", client="mallory")
-    assert erased == {"generations": 2, "adapters": adapters, "revoked": []}
+    assert erased == {"generations": 5, "adapters": adapters, "revoked": []}
     # The answer within a grammar was learnt too.
-    assert [each["erased_texts"] for each in server.get("/adapters")["adapters"]] == [2 for _ in adapters]
+    assert [each["erased_texts"] for each in server.get("/adapters")["adapters"]] == [5 for _ in adapters]
+    assert application.replies.size == 0
     assert list(prefixes.iterdir()) == []
     assert [file for place in ("targets", "practice") for file in (root / "home" / place).rglob("*.npz")] == []
     assert not found_by_look_up()

@@ -17,7 +17,7 @@ from mlx_lm.generate import TextStateMachine
 from mlx_lm.tool_parsers.json_tools import parse_tool_call
 
 from service import core
-from service.api import Doors, Feed, Limits, ModelNames, build_api
+from service.api import Doors, Feed, Limits, ModelNames, Replies, build_api
 from service.core import (
     LOCAL,
     OWNER,
@@ -473,6 +473,7 @@ class EchoServer:
     rate_limit: str | None = None
     defaults: Sampling | None = None
     strict: bool = False
+    replies: Replies = field(default_factory=lambda: Replies(2**20))
     feed: Feed = field(init=False)
     """Of the application that was made last."""
 
@@ -497,6 +498,7 @@ class EchoServer:
             feed=self.feed,
             defaults=self.defaults,
             strict=self.strict,
+            replies=self.replies,
         )
 
     @contextmanager

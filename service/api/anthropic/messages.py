@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +32,7 @@ from service.api.anthropic.schemas import (
     ToolUseBlock,
     UsageAnswer,
 )
+from service.api.anthropic.threads import continued, kept_parts, message_name
 from service.api.asking import Asked, Chat, ForcedCalls, Frontend, check_size
 from service.api.compatible import (
     CompatibleRoute,
@@ -43,10 +44,11 @@ from service.api.compatible import (
     respond,
     sampling,
 )
-from service.api.errors import describe
+from service.api.errors import describe_to_anthropic
 from service.api.events import frame
 from service.api.exchange import Exchange
 from service.api.ignored import with_ignored
+from service.api.request_id import id_of
 from service.api.schemas import TimingsAnswer
 from service.core import Grammar, Piece, PieceKind, RedraftError, Sampling
 
@@ -56,6 +58,7 @@ BILLING = "x-anthropic-billing-header:"
 def messages_routes(frontend: Frontend) -> APIRouter:
     """POST /v1/messages and POST /v1/messages/count_tokens."""
     router = APIRouter(route_class=CompatibleRoute)
+    replies = frontend.replies
 
     @router.post(
         "/v1/messages",
@@ -67,11 +70,21 @@ def messages_routes(frontend: Frontend) -> APIRouter:
         ignored = _ignored(body, frontend)
         model, other = model_of(body.model, frontend)
         one_call = body.tool_choice is not None and bool(body.tool_choice.disable_parallel_tool_use)
-        stream = bool(body.stream)
-        exchange, (answer,) = await frontend.submit(
-            [_asked(body, frontend)], caller_of(request), live=stream or one_call, route=request.url.path
-        )
-        writer = _Writer(exchange, answer, model, frontend.limits.max_context)
+        caller, stream = caller_of(request), bool(body.stream)
+        pending = replies.begin(caller, _client(body), None)
+        whole = continued(body, pending, replies.not_kept)
+        asked = _asked(whole, frontend)
+        keeps = body.thread is not None and asked.store and replies.max_bytes > 0
+        exchange, (answer,) = await frontend.submit([asked], caller, live=stream or one_call, route=request.url.path)
+        pending.asked(exchange.id)
+
+        def keep(answer: MessagesAnswer) -> None:
+            if keeps:
+                pending.keep(answer.id, kept_parts(whole, answer.content), {})
+
+        writer = _Writer(exchange, answer, model, frontend.limits.max_context, id_of(request.scope), keep)
+        if body.thread is not None and not keeps:
+            ignored.append("thread")
         return await respond(writer, request, frontend, stream=stream, one_call=one_call, ignored=[*other, *ignored])
 
     @router.post("/v1/messages/count_tokens")
@@ -100,7 +113,7 @@ def _strict(body: CountRequest) -> frozenset[str]:
 
 
 def _asked(body: MessagesRequest, frontend: Frontend) -> Asked:
-    user = body.metadata.user_id if body.metadata is not None else None
+    forced = _forced_calls(body)
     return Asked(
         _chat(body),
         sampling(
@@ -112,17 +125,23 @@ def _asked(body: MessagesRequest, frontend: Frontend) -> Asked:
         ),
         body.max_tokens,
         capped=True,
-        client=client_tag(user),
+        client=_client(body),
         store=body.store is not False,
         num_draft_tokens=body.num_draft_tokens,
-        grammar=_grammar(body),
-        forced_calls=_forced_calls(body),
+        # A forced call has no text that a format could apply to.
+        grammar=_grammar(body) if forced is None else None,
+        forced_calls=forced,
     )
 
 
+def _client(body: MessagesRequest) -> str | None:
+    return client_tag(body.metadata.user_id if body.metadata is not None else None)
+
+
 def _grammar(body: CountRequest) -> Grammar | None:
-    wanted = body.output_config.format if body.output_config is not None else None
-    return None if wanted is None else json_grammar(wanted.schema_, "output_config.format.schema")
+    if body.output_config is not None and body.output_config.format is not None:
+        return json_grammar(body.output_config.format.schema_, "output_config.format.schema")
+    return None if body.output_format is None else json_grammar(body.output_format.schema_, "output_format.schema")
 
 
 def _forced_calls(body: CountRequest) -> ForcedCalls | None:
@@ -198,14 +217,25 @@ def _tool(tool: Tool) -> dict[str, object]:
 
 
 class _Writer:
-    """Writes one answer, whole or as a stream of events. context: tokens of a prompt and its answer, at most."""
+    """Writes one answer, whole or as a stream of events. context: tokens of a prompt and its answer, at most. request_id: as
+    clients see it. keep: takes the answer before its client has the last of it, as the next request may come at once."""
 
-    def __init__(self, exchange: Exchange, answer: Answer, model: str, context: int) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        answer: Answer,
+        model: str,
+        context: int,
+        request_id: str,
+        keep: Callable[[MessagesAnswer], None],
+    ) -> None:
         self.exchange = exchange
         self.answers = [answer]
         self._answer = answer
         self._model = model
         self._context = context
+        self._request_id = request_id
+        self._keep = keep
         self._blocks = 0
         """Content blocks of the stream so far."""
         self._open: PieceKind | None = None
@@ -217,7 +247,7 @@ class _Writer:
 
     def _whole(self) -> MessagesAnswer:
         answer = self._answer
-        return MessagesAnswer(
+        whole = MessagesAnswer(
             id=self._id,
             model=self._model,
             content=[_block(item) for item in answer.items],
@@ -226,10 +256,12 @@ class _Writer:
             usage=self._usage(),
             timings=TimingsAnswer.of(answer.timings),
         )
+        self._keep(whole)
+        return whole
 
     @property
     def _id(self) -> str:
-        return f"msg_{self.exchange.id}"
+        return message_name(self.exchange.id)
 
     def _usage(self) -> UsageAnswer:
         spent = self._answer.timings
@@ -265,17 +297,18 @@ class _Writer:
                     yield _event("ping")
                     continue
                 for piece in part.pieces:
-                    for frame in self._piece(piece):
-                        yield frame
-            for frame in self._close():
-                yield frame
+                    for event in self._piece(piece):
+                        yield event
+            for event in self._close():
+                yield event
             whole = self._whole()
             delta = {"stop_reason": whole.stop_reason, "stop_sequence": whole.stop_sequence}
             timings = whole.timings.model_dump(mode="json") if whole.timings is not None else None
             yield _event("message_delta", delta=delta, usage=whole.usage.model_dump(mode="json"), timings=timings)
             yield _event("message_stop")
         except RedraftError as error:
-            yield _event("error", **describe(error).model_dump(mode="json"))
+            body = describe_to_anthropic(error, self._request_id)
+            yield frame(json.dumps(body, ensure_ascii=False), "error")
         finally:
             self.exchange.close()
 

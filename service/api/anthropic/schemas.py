@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
-from service.api.bodies import NEUTRAL, ClientModel, Ignored, NotServed, Unserved
+from service.api.bodies import ClientModel, Ignored, NotServed, Unserved
 from service.api.parameters import (
     MAX_TOOLS,
     Effort,
@@ -17,7 +17,6 @@ from service.api.parameters import (
     Schema,
     Temperature,
     TopP,
-    one_of_them,
 )
 from service.api.schemas import (
     INTEGRAL,
@@ -168,7 +167,7 @@ class RequestMetadata(ClientModel):
 
 
 class CountRequest(ClientModel):
-    """The body of POST /v1/messages/count_tokens."""
+    """The body of POST /v1/messages/count_tokens. output_format: the older name of `output_config.format`."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     model: Text | None = None
@@ -177,24 +176,34 @@ class CountRequest(ClientModel):
     tool_choice: Annotated[ToolChoice | NamedToolChoice, Field(discriminator="type")] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: SchemaFormat | None = None
     cache_control: Ignored = None
     context_management: Ignored = None
     mcp_servers: Annotated[Any, NotServed("MCP servers are not served: give their tools")] = None
 
 
+class ThreadCreate(ClientModel):
+    """Later requests continue this one's answer."""
+
+    type: Literal["create"]
+
+
+class ThreadContinue(ClientModel):
+    """The request goes on behind an earlier answer, whose conversation it does not repeat."""
+
+    type: Literal["continue"]
+    previous_message_id: Annotated[Text, Field(min_length=1)]
+
+
+class ThreadHead(ClientModel):
+    """What a thread has besides its messages."""
+
+    system: Text | list[TextBlock] | None = None
+    tools: list[Tool] | None = None
+
+
 class MessagesRequest(CountRequest):
     """The body of POST /v1/messages. max_tokens: lowered to what the context holds."""
-
-    model_config = ConfigDict(
-        json_schema_extra=one_of_them(
-            {"output_config": {"anyOf": [NEUTRAL, {"type": "object", "properties": {"format": NEUTRAL}}]}},
-            {
-                "tool_choice": {
-                    "anyOf": [NEUTRAL, {"type": "object", "properties": {"type": {"enum": ["auto", "none"]}}}]
-                }
-            },
-        )
-    )
 
     max_tokens: Tokens
     temperature: Temperature | None = None
@@ -205,6 +214,7 @@ class MessagesRequest(CountRequest):
     metadata: RequestMetadata | None = None
     num_draft_tokens: DraftTokens | None = None
     store: Flag | None = None
+    thread: Annotated[ThreadCreate | ThreadContinue, Field(discriminator="type")] | None = None
     container: Annotated[Any, NotServed("containers are not served")] = None
     service_tier: Ignored = None
     speed: Ignored = None

@@ -178,7 +178,7 @@ def asked_by(
         store=body.store is not False,
         logprobs=logprobs,
         num_draft_tokens=body.num_draft_tokens,
-        grammar=_grammar(body),
+        grammar=_grammar(body, forced),
         forced_calls=forced,
         bad_words=body.bad_words or (),
         prediction=prediction,
@@ -193,10 +193,10 @@ def _logit_bias(body: CommonRequest, encoder: Encoder) -> dict[int, float]:
     return bias
 
 
-def _grammar(body: CommonRequest) -> Grammar | None:
-    """Raises BadRequest where more than one is given."""
+def _grammar(body: CommonRequest, forced: ForcedCalls | None) -> Grammar | None:
+    """Where calls are forced, a response format has no text to apply to. Raises BadRequest where more than one is given."""
     given = body.structured_outputs.grammars() if body.structured_outputs is not None else []
-    match body.response_format:
+    match body.response_format if forced is None else None:
         case JsonFormat(schema_=dict() as schema):
             given.append(json_grammar(schema, "response_format.schema"))
         case JsonFormat():

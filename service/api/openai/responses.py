@@ -1,15 +1,15 @@
-"""POST /v1/responses, without state: `previous_response_id` and stored conversations are not served."""
+"""POST /v1/responses, which may continue earlier responses; GET and DELETE of those that are kept."""
 
 from __future__ import annotations
 
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
 
 from anyio import to_thread
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Path, Request, Response
 
 from service.api.access import caller_of
 from service.api.answers import Answer, EndReason, read_parts
@@ -30,18 +30,18 @@ from service.api.errors import describe
 from service.api.events import frame
 from service.api.exchange import KEEP_ALIVE, Exchange
 from service.api.openai.answer_schemas import MetricsAnswer
-from service.api.openai.chat import arguments_of, choice_logprobs
+from service.api.openai.chat import choice_logprobs
+from service.api.openai.response_items import ServedItem, conversation, kept_parts, response_name, turns_of
 from service.api.openai.responses_schemas import (
+    DeletedResponse,
     FlatAllowedTools,
     FlatNamedTool,
     FlatSchemaFormat,
-    FunctionCallItem,
-    FunctionCallOutputItem,
     FunctionTool,
+    HostedItem,
     HostedTool,
     IncompleteDetails,
     InputDetails,
-    MessageItem,
     Output,
     OutputCall,
     OutputDetails,
@@ -49,8 +49,6 @@ from service.api.openai.responses_schemas import (
     OutputReasoning,
     OutputReasoningText,
     OutputText,
-    Parts,
-    ReasoningItem,
     ResponseError,
     ResponsesAnswer,
     ResponsesRequest,
@@ -58,13 +56,18 @@ from service.api.openai.responses_schemas import (
     Status,
 )
 from service.api.openai.schemas import JSON_OBJECT, JsonFormat
-from service.api.schemas import ResponseModel, TimingsAnswer
-from service.core import Grammar, Piece, PieceKind, RedraftError, Timings, TokenLogprobs
+from service.api.printing import printable
+from service.api.replies import PendingReply
+from service.api.schemas import MAX_TAG_CHARS, ResponseModel, TimingsAnswer
+from service.core import Grammar, NotFound, Piece, PieceKind, RedraftError, Timings, TokenLogprobs
+
+Id = Annotated[str, Path(alias="id", max_length=MAX_TAG_CHARS)]
 
 
 def responses_routes(frontend: Frontend) -> APIRouter:
-    """POST /v1/responses."""
+    """POST /v1/responses, GET and DELETE /v1/responses/{id}."""
     router = APIRouter(route_class=CompatibleRoute)
+    replies = frontend.replies
 
     @router.post(
         "/v1/responses",
@@ -75,22 +78,51 @@ def responses_routes(frontend: Frontend) -> APIRouter:
         """Answer an input: one JSON answer, or server-sent events with `stream`."""
         ignored = _ignored(body, frontend)
         model, other = model_of(body.model, frontend)
-        one_call = body.parallel_tool_calls is False
-        asked = _asked(body, frontend)
-        live = bool(body.stream) or one_call
-        exchange, (answer,) = await frontend.submit([asked], caller_of(request), live=live, route=request.url.path)
-        writer, stream = _Writer(exchange, answer, frontend, body, asked, model), bool(body.stream)
+        caller, stream, one_call = caller_of(request), bool(body.stream), body.parallel_tool_calls is False
+        pending = replies.begin(caller, client_tag(body.user), _domain(body))
+        items = conversation(body, pending, replies.not_kept)
+        asked = _asked(body, items, frontend)
+        exchange, (answer,) = await frontend.submit([asked], caller, live=stream or one_call, route=request.url.path)
+        pending.asked(exchange.id)
+        record = _Record(
+            pending, items, stored=asked.store and replies.recorded, kept=asked.store and replies.max_bytes > 0
+        )
+        writer = _Writer(exchange, answer, frontend, body, asked, model, record)
         return await respond(writer, request, frontend, stream=stream, one_call=one_call, ignored=[*other, *ignored])
+
+    @router.get("/v1/responses/{id}", response_model=ResponsesAnswer)
+    async def show(id: Id, request: Request) -> Response:
+        """A response that is kept, to the key that asked for it."""
+        reply = replies.find(id, caller_of(request))
+        if reply is None or not reply.answer:
+            raise NotFound(f"this response {replies.not_kept}")
+        return Response(reply.answer, media_type="application/json")
+
+    @router.delete("/v1/responses/{id}")
+    async def drop(id: Id, request: Request) -> DeletedResponse:
+        """Keep a response no longer. What is recorded of it is erased by DELETE /generations."""
+        reply = replies.find(id, caller_of(request))
+        if reply is None or not reply.answer or not replies.drop(id, caller_of(request)):
+            raise NotFound(f"this response {replies.not_kept}")
+        return DeletedResponse(id=id)
 
     return router
 
 
 def _ignored(body: ResponsesRequest, frontend: Frontend) -> list[str]:
     names = ignored_by(body, frontend)
-    names += sorted({f"tools.{tool.type}" for tool in body.tools or () if isinstance(tool, HostedTool)})
+    if body.truncation == "auto":
+        names.append("truncation")
+    names += sorted({f"tools.{printable(tool.type)}" for tool in body.tools or () if isinstance(tool, HostedTool)})
+    items = () if isinstance(body.input, str) else body.input
+    names += sorted({f"input.{printable(item.type)}" for item in items if isinstance(item, HostedItem)})
     if _strict(body) and not frontend.encoder.binds_calls:
         names.append("tools.strict")
     return names
+
+
+def _domain(body: ResponsesRequest) -> str | None:
+    return body.metadata.domain if body.metadata is not None else None
 
 
 def _strict(body: ResponsesRequest) -> frozenset[str]:
@@ -98,11 +130,12 @@ def _strict(body: ResponsesRequest) -> frozenset[str]:
     return frozenset(tool.name for tool in body.tools or () if isinstance(tool, FunctionTool) and tool.strict)
 
 
-def _asked(body: ResponsesRequest, frontend: Frontend) -> Asked:
+def _asked(body: ResponsesRequest, items: Sequence[ServedItem], frontend: Frontend) -> Asked:
+    forced = _forced_calls(body)
     tools = [_tool(tool) for tool in _tools(body)]
     options = template_options(body.chat_template_kwargs, body.reasoning and body.reasoning.effort)
     return Asked(
-        Chat(_turns(body), tools, options, _strict(body)),
+        Chat(turns_of(body.instructions, items), tools, options, _strict(body)),
         sampling(
             frontend.defaults,
             temperature=body.temperature,
@@ -114,13 +147,14 @@ def _asked(body: ResponsesRequest, frontend: Frontend) -> Asked:
         body.max_output_tokens,
         prompt_field="input",
         max_tokens_field="max_output_tokens",
-        domain=body.metadata.domain if body.metadata is not None else None,
+        domain=_domain(body),
         client=client_tag(body.user),
         store=body.store is not False,
         logprobs=body.top_logprobs or None,
         num_draft_tokens=body.num_draft_tokens,
-        grammar=_grammar(body),
-        forced_calls=_forced_calls(body),
+        # A forced call has no text that a format could apply to.
+        grammar=_grammar(body) if forced is None else None,
+        forced_calls=forced,
     )
 
 
@@ -161,49 +195,38 @@ def _tool(tool: FunctionTool) -> dict[str, object]:
     }
 
 
-def _turns(body: ResponsesRequest) -> list[dict[str, object]]:
-    """The input as chat templates take it. What the assistant thought, said and called in a row is one turn."""
-    turns: list[dict[str, object]] = []
-    if body.instructions:
-        turns.append({"role": "system", "content": body.instructions})
-    if isinstance(body.input, str):
-        return [*turns, {"role": "user", "content": body.input}]
-    own: dict[str, object] | None = None
-    for item in body.input:
-        if isinstance(item, FunctionCallOutputItem):
-            turns.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
-            own = None
-            continue
-        if isinstance(item, MessageItem) and item.role != "assistant":
-            role = "system" if item.role == "developer" else item.role
-            turns.append({"role": role, "content": _text(item.content)})
-            own = None
-            continue
-        if own is None:
-            own = {"role": "assistant", "content": ""}
-            turns.append(own)
-        match item:
-            case MessageItem():
-                own["content"] = f"{own['content']}{_text(item.content)}"
-            case ReasoningItem():
-                own["reasoning_content"] = "".join(part.text for part in item.content or ())
-            case FunctionCallItem():
-                function = {"name": item.name, "arguments": arguments_of(item.arguments)}
-                calls = own.setdefault("tool_calls", [])
-                assert isinstance(calls, list)
-                calls.append({"id": item.call_id, "type": "function", "function": function})
-    return turns
+@dataclass(slots=True)
+class _Record:
+    """What is left of a response. items: what its prompt said. stored: its client is told that it is stored. kept: later
+    requests may refer to it, until it has been handed over."""
 
+    pending: PendingReply
+    items: Sequence[ServedItem]
+    stored: bool
+    kept: bool
 
-def _text(parts: Parts) -> str:
-    return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+    def keep(self, response: ResponsesAnswer) -> None:
+        """Hand the response over, once."""
+        if not self.kept:
+            return
+        self.kept = False
+        parts = [*kept_parts(self.items), *kept_parts(response.output)]
+        names = {item.id: len(self.items) + i for i, item in enumerate(response.output)}
+        self.pending.keep(response.id, parts, names, response.model_dump_json().encode())
 
 
 class _Writer:
     """Writes one answer, whole or as a stream of events."""
 
     def __init__(
-        self, exchange: Exchange, answer: Answer, frontend: Frontend, body: ResponsesRequest, asked: Asked, model: str
+        self,
+        exchange: Exchange,
+        answer: Answer,
+        frontend: Frontend,
+        body: ResponsesRequest,
+        asked: Asked,
+        model: str,
+        record: _Record,
     ) -> None:
         self.exchange = exchange
         self.answers = [answer]
@@ -212,6 +235,7 @@ class _Writer:
         self._body = body
         self._asked = asked
         self._model = model
+        self._record = record
         self._created = int(time.time())
         self._sequence = 0
         self._ids: list[str] = []
@@ -244,7 +268,17 @@ class _Writer:
         thought = await to_thread.run_sync(self._reasoning_tokens) if self._answer.reasoning else 0
         answer.usage = self._usage(spent, min(thought, spent.predicted_n))
         answer.timings, answer.metrics = TimingsAnswer.of(spent), MetricsAnswer.of(spent)
+        # Before its client has the last of it: the next request may come at once.
+        self._record.keep(answer)
         return answer
+
+    def _keep_the_rest(self) -> None:
+        """Keep what there is of an answer that broke off: its client has seen the ids of its items, and may refer to them."""
+        items = self._answer.items
+        if items:
+            self._record.keep(
+                self._response("incomplete", [self._item(i, each, "incomplete") for i, each in enumerate(items)])
+            )
 
     def _reasoning_tokens(self) -> int:
         encode = self._encoder.encode_text
@@ -266,7 +300,7 @@ class _Writer:
         text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text is not None else {}
         text.setdefault("format", {"type": "text"})
         return ResponsesAnswer(
-            id=f"resp_{self.exchange.id}",
+            id=response_name(self.exchange.id),
             created_at=self._created,
             status=status,
             instructions=body.instructions,
@@ -275,7 +309,9 @@ class _Writer:
             model=self._model,
             output=list(output),
             parallel_tool_calls=body.parallel_tool_calls is not False,
+            previous_response_id=body.previous_response_id or None,
             reasoning={"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+            store=self._record.stored and not self._record.pending.forgotten,
             temperature=chosen.temperature,
             text=text,
             tool_choice=body.tool_choice or "auto",
@@ -326,6 +362,7 @@ class _Writer:
             failed.error = ResponseError(message=describe(error).error.message)
             yield self._event("response.failed", response=failed)
         finally:
+            self._keep_the_rest()
             self.exchange.close()
 
     def _piece(self, piece: Piece) -> list[bytes]:

@@ -5,17 +5,17 @@ Source of the shapes: the OpenAI API reference and the types of the `openai` pac
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag
 
-from service.api.bodies import NEUTRAL, ClientModel, Ignored, NotServed, Unserved, is_neutral
+from service.api.bodies import ClientModel, Ignored, NotServed, Unserved, is_neutral, not_served
 from service.api.openai.answer_schemas import MetricsAnswer, TokenLogprob
 from service.api.openai.schemas import JsonFormat, JsonSchema, Metadata, TextFormat, TopK, TopLogprobs
 from service.api.parameters import (
-    FREE_CALLS,
     MAX_TOOLS,
-    PLAIN_FORMAT,
     Effort,
     MinP,
     Name,
@@ -23,9 +23,8 @@ from service.api.parameters import (
     Seed,
     Temperature,
     TopP,
-    one_of_them,
 )
-from service.api.parts import AS_PART, TextPart
+from service.api.parts import AS_PART, TextPart, not_served_as
 from service.api.schemas import (
     MAX_MESSAGES,
     Client,
@@ -104,19 +103,75 @@ class ReasoningItem(InputItem):
     encrypted_content: Ignored = None
 
 
+class Reference(ClientModel):
+    """An item of an earlier response, by its id."""
+
+    id: Annotated[Text, Field(min_length=1)]
+
+
+class ItemReference(Reference):
+    """A reference that says so."""
+
+    type: Literal["item_reference"]
+
+
+class UntypedReference(Reference):
+    """A reference without a type: neither a role nor content is there."""
+
+    model_config = ConfigDict(json_schema_extra={"not": {"anyOf": [{"required": ["role"]}, {"required": ["content"]}]}})
+
+    type: None = None
+
+
+ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
+_PARTS = r"^(input_|output_)?(text|image|image_url|audio|video|video_url|file|document)$|^refusal$"
+
+
+def _hosted(kind: str) -> str:
+    if re.search(_PARTS, kind):
+        raise not_served(not_served_as(kind, "input"))
+    return kind
+
+
+def _other(schema: dict[str, Any], names: Sequence[str], pattern: str | None = None) -> None:
+    """The document of a type that is none of these."""
+    schema["minLength"] = 1
+    schema["not"] = {"anyOf": [{"enum": list(names)}, *([{"pattern": pattern}] if pattern else [])]}
+
+
+class HostedItem(ClientModel, extra="ignore"):
+    """An item of any other type, such as a call of a tool that OpenAI runs itself: accepted and ignored. Parts of a message
+    outside a message are none."""
+
+    type: Annotated[
+        Text, AfterValidator(_hosted), Field(json_schema_extra=lambda schema: _other(schema, ITEM_TYPES, _PARTS))
+    ]
+
+
 def _item_type(item: object) -> str | None:
-    """The type of an item of the input: a message's need not be said. None: it has no type that could be one."""
+    """The tag of an item of the input: a message's type need not be said, nor a reference's. None: it has no type that could be
+    one."""
     if not isinstance(item, dict):
-        return str(getattr(item, "type", "message"))
-    kind = cast("dict[str, object]", item).get("type")
-    return "message" if is_neutral(kind) else kind if isinstance(kind, str) else None
+        return "untyped" if isinstance(item, UntypedReference) else _tag(str(getattr(item, "type", "message")))
+    fields = cast("dict[str, object]", item)
+    kind = fields.get("type")
+    if is_neutral(kind):
+        return "message" if "id" not in fields or "role" in fields or "content" in fields else "untyped"
+    return _tag(kind) if isinstance(kind, str) else None
+
+
+def _tag(kind: str) -> str:
+    return kind if kind in ITEM_TYPES else "hosted"
 
 
 Item = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[FunctionCallItem, Tag("function_call")]
     | Annotated[FunctionCallOutputItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[ItemReference, Tag("item_reference")]
+    | Annotated[UntypedReference, Tag("untyped")]
+    | Annotated[HostedItem, Tag("hosted")],
     Discriminator(_item_type),
 ]
 
@@ -156,18 +211,22 @@ class FlatAllowedTools(ClientModel):
 
 
 class HostedTool(ClientModel, extra="ignore"):
-    """A tool that OpenAI runs itself: accepted and ignored."""
+    """A tool of any other type, such as one that OpenAI runs itself: accepted and ignored."""
 
-    type: Literal[
-        "web_search",
-        "web_search_preview",
-        "local_shell",
-        "shell",
-        "custom",
-        "apply_patch",
-        "image_generation",
-        "namespace",
-    ]
+    type: Annotated[Text, Field(min_length=1, json_schema_extra=lambda schema: _other(schema, ["function"]))]
+
+
+def _tool_type(tool: object) -> str | None:
+    """The tag of a tool. None: it has no type that could be one."""
+    kind = cast("dict[str, object]", tool).get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    if not isinstance(kind, str):
+        return None
+    return "function" if kind == "function" else "hosted"
+
+
+AnyTool = Annotated[
+    Annotated[FunctionTool, Tag("function")] | Annotated[HostedTool, Tag("hosted")], Discriminator(_tool_type)
+]
 
 
 class ReasoningOptions(ClientModel):
@@ -197,13 +256,6 @@ class TextOptions(ClientModel):
 class ResponsesRequest(ClientModel):
     """The body of POST /v1/responses."""
 
-    model_config = ConfigDict(
-        json_schema_extra=one_of_them(
-            {"text": {"anyOf": [NEUTRAL, {"type": "object", "properties": {"format": PLAIN_FORMAT}}]}},
-            {"tool_choice": FREE_CALLS},
-        )
-    )
-
     input: Text | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
     model: Text | None = None
     instructions: Text | None = None
@@ -214,10 +266,7 @@ class ResponsesRequest(ClientModel):
     min_p: MinP | None = None
     seed: Seed | None = None
     top_logprobs: TopLogprobs | None = None
-    tools: (
-        Annotated[list[Annotated[FunctionTool | HostedTool, Field(discriminator="type")]], Field(max_length=MAX_TOOLS)]
-        | None
-    ) = None
+    tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: (
         Literal["auto", "none", "required"]
         | Annotated[FlatNamedTool | FlatAllowedTools, Field(discriminator="type")]
@@ -232,14 +281,12 @@ class ResponsesRequest(ClientModel):
     store: Flag | None = None
     metadata: Metadata | None = None
     user: Client | None = None
-    truncation: Annotated[Any, NotServed("truncation of the input is not served", default="disabled")] = None
+    truncation: Literal["auto", "disabled"] | None = None
+    previous_response_id: Text | None = None
     background: Annotated[Any, NotServed("answers in the background are not served")] = None
     conversation: Annotated[Any, NotServed("stored conversations are not served: send the items themselves")] = None
     context_management: Unserved = None
     max_tool_calls: Unserved = None
-    previous_response_id: Annotated[
-        Any, NotServed("stored responses (previous_response_id) are not served: send the items themselves")
-    ] = None
     prompt: Annotated[Any, NotServed("stored prompts are not served")] = None
     stream_options: Ignored = None
     include: Ignored = None
@@ -359,9 +406,9 @@ class ResponsesAnswer(ResponseModel):
     model: str
     output: list[Output]
     parallel_tool_calls: bool
-    previous_response_id: None = None
+    previous_response_id: str | None = None
     reasoning: dict[str, str | None]
-    store: Literal[False] = False
+    store: bool
     temperature: float
     text: dict[str, Any]
     tool_choice: Literal["auto", "none", "required"] | FlatNamedTool | FlatAllowedTools
@@ -373,3 +420,11 @@ class ResponsesAnswer(ResponseModel):
     user: str | None = None
     timings: TimingsAnswer | None = None
     metrics: MetricsAnswer | None = None
+
+
+class DeletedResponse(ResponseModel):
+    """A response that is kept no longer."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True

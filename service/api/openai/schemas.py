@@ -379,7 +379,7 @@ class CommonRequest(NeutralFields):
 class ChatRequest(CommonRequest):
     """The body of POST /v1/chat/completions."""
 
-    model_config = ConfigDict(json_schema_extra=one_of_them(NO_FORMAT, NO_STRUCTURE, {"tool_choice": FREE_CALLS}))
+    model_config = ConfigDict(json_schema_extra=one_of_them(NO_STRUCTURE, {**NO_FORMAT, "tool_choice": FREE_CALLS}))
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: UnboundedTokens | None = None

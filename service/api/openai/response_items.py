@@ -1,0 +1,106 @@
+"""Items of /v1/responses: earlier ones are looked up, all become turns of a chat, and they are kept with the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from pydantic import TypeAdapter, ValidationError
+
+from service.api.errors import ItemNotFound, ResponseNotFound
+from service.api.openai.chat import arguments_of
+from service.api.openai.responses_schemas import (
+    FunctionCallItem,
+    FunctionCallOutputItem,
+    HostedItem,
+    Item,
+    MessageItem,
+    Output,
+    Parts,
+    ReasoningItem,
+    Reference,
+    ResponsesRequest,
+)
+from service.api.replies import PendingReply
+from service.core import BadRequest
+
+ServedItem = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
+KEPT_FIELDS = {"type", "role", "content", "call_id", "name", "arguments", "output"}
+"""Of an item: what chat templates read."""
+_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
+
+
+def response_name(id: str) -> str:
+    """The id that clients know the answer to a request by."""
+    return f"resp_{id}"
+
+
+def conversation(body: ResponsesRequest, pending: PendingReply, not_kept: str) -> list[ServedItem]:
+    """Everything that the input says, with what it takes from earlier responses. not_kept: what is said of a response that is
+    not there. Raises ResponseNotFound, ItemNotFound, and BadRequest where nothing is left of the input."""
+    items: list[ServedItem] = []
+    if body.previous_response_id:
+        name = body.previous_response_id
+        reply = pending.take(name) if name.startswith(response_name("")) else None
+        if reply is None:
+            raise ResponseNotFound(f"the response of this previous_response_id {not_kept}")
+        items += _read(reply.parts)
+    given = [MessageItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    for item in given:
+        if isinstance(item, Reference):
+            if (part := pending.take_item(item.id)) is None:
+                raise ItemNotFound(f"the response of an item_reference {not_kept} (in the AI SDK: store: false)")
+            items += _read([part])
+        elif not isinstance(item, HostedItem):
+            items.append(item)
+    if not items:
+        raise BadRequest("input has no item that is served", field="input")
+    return items
+
+
+def _read(parts: Sequence[bytes]) -> list[ServedItem]:
+    try:
+        read = _ITEMS.validate_json(b"[%b]" % b",".join(parts))
+    except ValidationError:
+        raise BadRequest("what the model answered before cannot be sent again", field="input") from None
+    return [item for item in read if not isinstance(item, Reference | HostedItem)]
+
+
+def kept_parts(items: Iterable[ServedItem | Output]) -> list[bytes]:
+    """The JSON of each item, as `conversation` reads it again."""
+    return [item.model_dump_json(include=KEPT_FIELDS, exclude_none=True).encode() for item in items]
+
+
+def turns_of(instructions: str | None, items: Iterable[ServedItem]) -> list[dict[str, object]]:
+    """Items as chat templates take them. What the assistant thought, said and called in a row is one turn."""
+    turns: list[dict[str, object]] = []
+    if instructions:
+        turns.append({"role": "system", "content": instructions})
+    own: dict[str, object] | None = None
+    for item in items:
+        if isinstance(item, FunctionCallOutputItem):
+            turns.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+            own = None
+            continue
+        if isinstance(item, MessageItem) and item.role != "assistant":
+            role = "system" if item.role == "developer" else item.role
+            turns.append({"role": role, "content": _text(item.content)})
+            own = None
+            continue
+        if own is None:
+            own = {"role": "assistant", "content": ""}
+            turns.append(own)
+        match item:
+            case MessageItem():
+                own["content"] = f"{own['content']}{_text(item.content)}"
+            case ReasoningItem():
+                own["reasoning_content"] = "".join(part.text for part in item.content or ())
+            case FunctionCallItem():
+                function = {"name": item.name, "arguments": arguments_of(item.arguments)}
+                calls = own.setdefault("tool_calls", [])
+                assert isinstance(calls, list)
+                calls.append({"id": item.call_id, "type": "function", "function": function})
+    return turns
+
+
+def _text(parts: Parts) -> str:
+    return parts if isinstance(parts, str) else "".join(part.text for part in parts)
