@@ -16,7 +16,17 @@ from service.api.exchange import Exchange
 from service.api.limits import Limits
 from service.api.mailbox import Mailbox
 from service.api.openings import Openings
-from service.core import BadRequest, Caller, Encoder, GenerationService, Grammar, Prompt, Sampling
+from service.core import (
+    NOTHING_HIDDEN,
+    BadRequest,
+    Caller,
+    Encoder,
+    GenerationService,
+    Grammar,
+    HiddenTokens,
+    Prompt,
+    Sampling,
+)
 from service.metrics import Metrics
 
 
@@ -49,6 +59,7 @@ class Asked:
     """One prompt (a chat, a text, or token ids) and how it is to be answered. max_tokens: None for `default_max_tokens`, or for
     as many as the context holds where that is None too. split: reasoning and calls in the answer to a chat are split from its
     text. capped: a max_tokens that the context cannot hold is lowered instead of refused. bad_words: texts that are never said.
+    show_special: special tokens are part of the answer's text.
     prompt_field, max_tokens_field: their names in the request, for errors."""
 
     prompt: Chat | str | Sequence[int]
@@ -67,6 +78,7 @@ class Asked:
     forced_calls: ForcedCalls | None = None
     split: bool = True
     bad_words: Sequence[str] = ()
+    show_special: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +235,16 @@ def to_prompt(asked: Asked, encoder: Encoder, limits: Limits, openings: Openings
         logprobs=asked.logprobs,
         num_draft_tokens=asked.num_draft_tokens,
         constraint=encoder.constraint(grammar, options) if grammar is not None else None,
+        hidden=_hidden(asked, encoder),
+    )
+
+
+def _hidden(asked: Asked, encoder: Encoder) -> HiddenTokens:
+    if asked.show_special:
+        return NOTHING_HIDDEN
+    chat = asked.prompt if isinstance(asked.prompt, Chat) and asked.split else None
+    return encoder.hidden_tokens(
+        split=chat is not None, tools=chat is not None and bool(chat.tools), stop=asked.sampling.stop
     )
 
 
@@ -273,10 +295,23 @@ def _first_user(asked: Asked, openings: Openings) -> str:
 def _encode(asked: Asked, encoder: Encoder) -> tuple[int, ...]:
     match asked.prompt:
         case Chat() as chat:
-            return encoder.encode_chat(chat.messages, chat.tools, chat.options)
+            return _known(encoder.encode_chat(chat.messages, chat.tools, chat.options), asked, encoder)
         case str() as text:
-            return encoder.encode_text(text)
+            return _known(encoder.encode_text(text), asked, encoder)
         case tokens:
             if any(not 0 <= token < encoder.vocabulary for token in tokens):
                 raise BadRequest(f"token ids are below {encoder.vocabulary}", field=asked.prompt_field)
             return tuple(tokens)
+
+
+def _known(tokens: tuple[int, ...], asked: Asked, encoder: Encoder) -> tuple[int, ...]:
+    """The same tokens. Raises BadRequest where the model lacks one: some tokenizers have more than their model."""
+    for token in tokens:
+        if token >= encoder.vocabulary:
+            name = encoder.token_bytes(token).decode("utf-8", "replace")
+            raise BadRequest(
+                f"{asked.prompt_field} has the token {name} (id {token}), which the model does not have: its ids are below "
+                f"{encoder.vocabulary}",
+                field=asked.prompt_field,
+            )
+    return tokens

@@ -78,6 +78,7 @@ def _asked(body: GenerateRequest) -> Asked:
         num_draft_tokens=body.num_draft_tokens,
         split=False,
         bad_words=body.bad_words or (),
+        show_special=not body.skip_special_tokens,
     )
 
 

@@ -158,6 +158,26 @@ class Constraint(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class HiddenTokens:
+    """Tokens that an answer's text leaves out. start, end: texts around a part of the answer in which they are kept, because
+    what reads a tool call needs them. Without a start none is kept; without an end that part goes on to the answer's end."""
+
+    ids: frozenset[int] = frozenset()
+    start: str = ""
+    end: str = ""
+
+    def hides(self, token: int, text: str) -> bool:
+        """Whether a token behind this text of the answer is left out."""
+        if token not in self.ids:
+            return False
+        opened = text.rfind(self.start) if self.start else -1
+        return opened < 0 or (bool(self.end) and self.end in text[opened:])
+
+
+NOTHING_HIDDEN = HiddenTokens()
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """What one request asks, after templating: token ids and the tags it came with."""
 
@@ -185,6 +205,8 @@ class Prompt:
     """Tokens proposed for it in a round, at most; 0: none; None: as many as the planner chooses."""
     cache_salt: str = ""
     """Cached prefixes and looked-up outputs are shared by requests of equal salts alone (vLLM's name)."""
+    hidden: HiddenTokens = NOTHING_HIDDEN
+    """Special tokens that the text of the answer leaves out."""
 
 
 class Source(StrEnum):

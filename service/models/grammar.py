@@ -44,8 +44,6 @@ STACK_BYTES = 2**28
 COMPILE_SECONDS, COMPILING = 10.0, 2
 """How long a grammar may take to compile, and how many do at a time. What takes longer goes on where nobody waits for it, since
 nothing can stop it."""
-BYTE_DECODERS = {"ByteLevel", "ByteFallback"}
-"""Decoders of vocabularies whose tokens are bytes: texts of their tokens can be joined."""
 JSON_STYLE: dict[str, Any] = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 """JSON as `json.dumps` writes it: what no choice is left to can be proposed without a draft."""
 
@@ -74,7 +72,7 @@ class Grammars:
     def __init__(self, tokenizer: TokenizerWrapper, vocabulary: int, eos: Collection[int]) -> None:
         self._source = tokenizer
         self._vocabulary = vocabulary
-        self._eos = frozenset(eos)
+        self._eos = frozenset(token for token in eos if token < vocabulary)
         self._lock = threading.Lock()
         self._compiling = threading.Semaphore(COMPILING)
         self._tokenizer: LLTokenizer | None = None
@@ -143,10 +141,11 @@ class Grammars:
     def _make_tokenizer(self, field: str) -> LLTokenizer:
         inner = getattr(self._source, "_tokenizer", None)
         if isinstance(inner, PreTrainedTokenizerFast) and self._eos:
-            parts: dict[str, Any] = json.loads(inner.backend_tokenizer.to_str())
-            if any(step["type"] in BYTE_DECODERS for step in steps(parts["decoder"])):
+            table = token_table(self._source)
+            if table.joins:
+                parts: dict[str, Any] = json.loads(inner.backend_tokenizer.to_str())
                 with panics_as_errors():
-                    tokens = _GrammarTokens(token_table(self._source), parts, self._vocabulary, sorted(self._eos))
+                    tokens = _GrammarTokens(table, parts, self._vocabulary, sorted(self._eos))
                     tokenizer = LLTokenizer(cast("Any", tokens), eos_token=tokens.eos)
                 tokens.greedy = tokenizer.greedy_tokenize
                 return tokenizer
@@ -165,9 +164,9 @@ class _GrammarTokens:
 
     def __init__(self, table: TokenTable, parts: dict[str, Any], vocabulary: int, eos: list[int]) -> None:
         """parts: tokenizer.json, which is changed. vocabulary: width of the target's logits."""
-        # Ids without a token have no bytes, which no text of a grammar matches.
-        self.tokens = [*table.bytes, *[b""] * (vocabulary - len(table))]
-        self.special_token_ids = sorted(table.special.values())
+        # Ids without a token have no bytes, which no text of a grammar matches. The model may lack the tokenizer's last ones.
+        self.tokens = [*table.bytes[:vocabulary], *[b""] * (vocabulary - len(table))]
+        self.special_token_ids = sorted(id for id in table.special.values() if id < vocabulary)
         self.eos, self.eos_token_id = eos, eos[0]
         for token in parts["added_tokens"]:
             token["special"] = token["content"] in table.special
@@ -187,7 +186,11 @@ class _GrammarTokens:
     def __call__(self, text: str) -> list[int]:
         """Token ids of exactly this text, in which special tokens are letters like others."""
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        exact = b"".join(self.tokens[id] for id in ids) == text.encode() and self._special.isdisjoint(ids)
+        exact = (
+            all(id < len(self.tokens) for id in ids)
+            and b"".join(self.tokens[id] for id in ids) == text.encode()
+            and self._special.isdisjoint(ids)
+        )
         return ids if exact or self.greedy is None else self.greedy(text)
 
 

@@ -343,7 +343,8 @@ def test_arguments_of_strict_tools_are_valid_wherever_a_call_begins(make_model: 
         "additionalProperties": False,
     }
     tools = [{"function": {"name": tool, "parameters": number}} for tool in ("strict", "loose")]
-    text = free_calls(JsonCalls(), Markers.of("<call>", "</call>", token_table(tokenizer)), tools, {"strict"})
+    markers = Markers.of("<call>", "</call>", token_table(tokenizer), encoder.vocabulary)
+    text = free_calls(JsonCalls(), markers, tools, {"strict"})
     constraint = Grammars(tokenizer, encoder.vocabulary, tokenizer.eos_token_ids).constraint(lark_grammar(text))
 
     def call(tool: str, arguments: str) -> str:

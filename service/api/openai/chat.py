@@ -179,6 +179,7 @@ def asked_by(
         grammar=_grammar(body),
         forced_calls=forced,
         bad_words=body.bad_words or (),
+        show_special=body.skip_special_tokens is False,
     )
 
 

@@ -311,7 +311,6 @@ class NeutralFields(ClientModel):
     logits_processors: Unserved = None
     response_prefix: Unserved = None
 
-    skip_special_tokens: OnlyTrue = None
     spaces_between_special_tokens: OnlyTrue = None
     add_generation_prompt: OnlyTrue = None
     continue_final_message: Unserved = None
@@ -365,6 +364,7 @@ class CommonRequest(NeutralFields):
     ignore_eos: Flag | None = None
     stop_token_ids: StopTokens | None = None
     include_stop_str_in_output: Flag | None = None
+    skip_special_tokens: Flag | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
