@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from anyio import to_thread
+from anyio import CapacityLimiter, to_thread
 
 from service.api.answers import Answer
 from service.api.errors import ContextExceeded, ModelNotFound, ToolNotFound
@@ -28,6 +28,9 @@ from service.core import (
     Sampling,
 )
 from service.metrics import Metrics
+
+MAX_COMPILERS = 32
+"""Requests whose grammars are compiled, or wait for that, at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,12 @@ class Asked:
     bad_words: Sequence[str] = ()
     show_special: bool = False
 
+    @property
+    def constrained(self) -> bool:
+        """Whether its answer may have to follow a grammar."""
+        strict = isinstance(self.prompt, Chat) and bool(self.prompt.strict)
+        return self.grammar is not None or self.forced_calls is not None or strict
+
 
 @dataclass(frozen=True, slots=True)
 class ModelNames:
@@ -126,6 +135,7 @@ class Frontend:
     share: bool = False
     strict: bool = False
     openings: Openings = field(default_factory=Openings)
+    compilers: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(MAX_COMPILERS))
 
     async def submit(
         self, asked: Sequence[Asked], caller: Caller, *, each: int = 1, live: bool, route: str
@@ -141,6 +151,9 @@ class Frontend:
         with ExitStack() as held:
             places = [held.enter_context(self.service.reserve()) for _ in range(len(asked) * each)]
             prompts, made = await to_thread.run_sync(self._encoded, asked, each)
+            if any(one.constrained for one in asked):
+                # On threads of their own: a grammar may take seconds, and other routes need theirs meanwhile.
+                prompts = await to_thread.run_sync(self._constrained, prompts, asked, exchange, limiter=self.compilers)
             salt = "" if self.share or caller.key is None else caller.key
             prompts = [replace(prompt, api_key=caller.key, cache_salt=salt) for prompt in prompts]
             several = [_answer_number(prompt, i) for prompt in prompts for i in range(each)]
@@ -166,6 +179,26 @@ class Frontend:
         """The prompts, and their answers before anything of them is there. Waits for the tokenizer."""
         prompts = [to_prompt(one, self.encoder, self.limits, self.openings, self.defaults) for one in asked]
         return prompts, [self._answer(one) for one in asked for _ in range(each)]
+
+    def _constrained(self, prompts: Sequence[Prompt], asked: Sequence[Asked], exchange: Exchange) -> list[Prompt]:
+        """The same prompts with their constraints, compiled where that was not done before. Raises BadRequest."""
+        found: list[Prompt] = []
+        names: dict[str, None] = {}
+        for prompt, one in zip(prompts, asked, strict=True):
+            grammar = _grammar(one, self.encoder)
+            if grammar is None:
+                found.append(prompt)
+                continue
+            options = one.prompt.options if isinstance(one.prompt, Chat) and one.split else None
+            constraint = self.encoder.constraint(grammar, options)
+            found.append(replace(prompt, constraint=constraint))
+            names |= dict.fromkeys(f"{grammar.field}.{name}" for name in constraint.unenforced)
+        if names and self.strict:
+            raise BadRequest(
+                f"this server is strict, and {', '.join(names)} cannot be enforced", field=next(iter(names))
+            )
+        exchange.unenforced = list(names)
+        return found
 
     def _answer(self, asked: Asked) -> Answer:
         chat = asked.prompt
@@ -203,13 +236,11 @@ def check_size(asked: Asked, limits: Limits) -> None:
 
 
 def to_prompt(asked: Asked, encoder: Encoder, limits: Limits, openings: Openings, defaults: Sampling) -> Prompt:
-    """What is asked as the engine takes it, encoded. defaults: the model's own sampling. Raises BadRequest naming the field
-    that cannot be served."""
+    """What is asked as the engine takes it, encoded, without its constraint. defaults: the model's own sampling. Raises
+    BadRequest naming the field that cannot be served."""
     wanted, name = asked.max_tokens, asked.max_tokens_field
     if wanted is not None and wanted > limits.max_tokens and not asked.capped:
         raise BadRequest(f"{name} is {limits.max_tokens} at most", field=name)
-    grammar = _grammar(asked, encoder)
-    options = asked.prompt.options if isinstance(asked.prompt, Chat) and asked.split else None
     tokens = _encode(asked, encoder)
     left = limits.max_context - len(tokens)
     if left < 1:
@@ -234,7 +265,6 @@ def to_prompt(asked: Asked, encoder: Encoder, limits: Limits, openings: Openings
         first_user=_first_user(asked, openings),
         logprobs=asked.logprobs,
         num_draft_tokens=asked.num_draft_tokens,
-        constraint=encoder.constraint(grammar, options) if grammar is not None else None,
         hidden=_hidden(asked, encoder),
     )
 

@@ -135,6 +135,11 @@ class Constraint(Protocol):
         ...
 
     @property
+    def unenforced(self) -> tuple[str, ...]:
+        """Keywords of its JSON schemas that answers may violate."""
+        ...
+
+    @property
     def failed(self) -> bool:
         """The grammar has met a limit on the way: only an end-of-sequence token is allowed any more."""
         ...

@@ -110,7 +110,8 @@ class Codepoints:
         return HiddenTokens(frozenset({self.MARK}))
 
     def constraint(self, grammar: Grammar, options: Mapping[str, object] | None) -> NamedGrammar:
-        return NamedGrammar(f"{grammar.kind}: {grammar.source}")
+        names = ("uniqueItems",) if "uniqueItems" in grammar.source else ()
+        return NamedGrammar(f"{grammar.kind}: {grammar.source}", unenforced=names)
 
     def call_grammar(
         self, tools: Sequence[Mapping[str, object]], *, several: bool, otherwise: Grammar | None = None
@@ -148,6 +149,7 @@ class NamedGrammar:
 
     text: str
     failed: bool = False
+    unenforced: tuple[str, ...] = ()
 
     @property
     def grammar(self) -> AnswerGrammar:

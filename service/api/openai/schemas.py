@@ -50,7 +50,7 @@ from service.core import Grammar, GrammarKind
 
 MAX_TOP_LOGPROBS = 20
 MAX_PROMPTS = 8
-MAX_CHOICES = 1024
+MAX_CHOICES = 2**15
 MAX_BIASED = 1024
 
 TopK = Annotated[Whole, Field(ge=-1, lt=2**31), INTEGRAL]
