@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -304,15 +304,13 @@ class Application:
         device.wire_memory()
         with self._during("fetching"):
             folders = resolve_models(settings) if self._serving is None else self._serving.folders
-        with self._during("loading"):
-            pair = load_pair(folders.target, folders.draft)
         if before is None:
-            with self._during("checking"):
-                check_rows(pair.target.model, "target")
-                if pair.draft is not None:
-                    check_rows(pair.draft.model, "draft")
-        elif pair.provenance != before.provenance:
-            raise ModelError("the files of the models have changed; start the server again")
+            folders, pair = self._checked_pair(folders)
+        else:
+            with self._during("loading"):
+                pair = load_pair(folders.target, folders.draft)
+            if pair.provenance != before.provenance:
+                raise ModelError("the files of the models have changed; start the server again")
         base = served(pair.draft) if pair.draft is not None else None
         free = max(device_free_bytes() + device.memory().cache, 0)
         total = int(settings.engine.memory_gb * 2**30)
@@ -358,6 +356,28 @@ class Application:
             detokenizer=lambda: streaming_detokenizer(pair.target.tokenizer),
             weights=_weights(pair),
         )
+
+    def _checked_pair(self, folders: Folders) -> tuple[Folders, Pair]:
+        """The models of these folders, and the folders that are in use: a draft that nobody named is left out, with a warning,
+        where its files cannot be used. Raises ModelError."""
+        try:
+            return folders, self._checked_models(folders.target, folders.draft)
+        except ModelError as error:
+            if folders.draft is None or self.settings.models.draft is not None:
+                raise
+            # Where the target is at fault this raises again.
+            pair = self._checked_models(folders.target, None)
+            log.warning("the draft %s is left out: %s", folders.draft, error)
+            return replace(folders, draft=None), pair
+
+    def _checked_models(self, target: Path, draft: Path | None) -> Pair:
+        with self._during("loading"):
+            pair = load_pair(target, draft)
+        with self._during("checking"):
+            check_rows(pair.target.model, "target")
+            if pair.draft is not None:
+                check_rows(pair.draft.model, "draft")
+        return pair
 
     def _memory_plan(self, folders: Folders, pair: Pair, free: int, cache: int) -> MemoryPlan:
         """Divides the bytes that are free once everything is loaded. cache: freed memory that MLX may hold. A run takes what is

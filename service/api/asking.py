@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from anyio import to_thread
+from anyio import CapacityLimiter, to_thread
 
 from service.api.answers import Answer
 from service.api.errors import ContextExceeded, ModelNotFound, ToolNotFound
@@ -17,8 +17,21 @@ from service.api.limits import Limits
 from service.api.mailbox import Mailbox
 from service.api.openings import Openings
 from service.api.replies import Replies
-from service.core import BadRequest, Caller, Encoder, GenerationService, Grammar, Prompt, Sampling
+from service.core import (
+    NOTHING_HIDDEN,
+    BadRequest,
+    Caller,
+    Encoder,
+    GenerationService,
+    Grammar,
+    HiddenTokens,
+    Prompt,
+    Sampling,
+)
 from service.metrics import Metrics
+
+MAX_COMPILERS = 32
+"""Requests whose grammars are compiled, or wait for that, at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +64,7 @@ class Asked:
     as many as the context holds where that is None too. split: reasoning and calls in the answer to a chat are split from its
     text. capped: a max_tokens that the context cannot hold is lowered instead of refused. bad_words: texts that are never said.
     prediction: what the answer is expected to be.
+    show_special: special tokens are part of the answer's text.
     prompt_field, max_tokens_field: their names in the request, for errors."""
 
     prompt: Chat | str | Sequence[int]
@@ -70,6 +84,13 @@ class Asked:
     split: bool = True
     bad_words: Sequence[str] = ()
     prediction: str = ""
+    show_special: bool = False
+
+    @property
+    def constrained(self) -> bool:
+        """Whether its answer may have to follow a grammar."""
+        strict = isinstance(self.prompt, Chat) and bool(self.prompt.strict)
+        return self.grammar is not None or self.forced_calls is not None or strict
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +145,7 @@ class Frontend:
     strict: bool = False
     openings: Openings = field(default_factory=Openings)
     replies: Replies = field(default_factory=lambda: Replies(0))
+    compilers: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(MAX_COMPILERS))
 
     async def submit(
         self, asked: Sequence[Asked], caller: Caller, *, each: int = 1, live: bool, route: str
@@ -139,6 +161,9 @@ class Frontend:
         with ExitStack() as held:
             places = [held.enter_context(self.service.reserve()) for _ in range(len(asked) * each)]
             prompts, made = await to_thread.run_sync(self._encoded, asked, each)
+            if any(one.constrained for one in asked):
+                # On threads of their own: a grammar may take seconds, and other routes need theirs meanwhile.
+                prompts = await to_thread.run_sync(self._constrained, prompts, asked, exchange, limiter=self.compilers)
             salt = "" if self.share or caller.key is None else caller.key
             prompts = [replace(prompt, api_key=caller.key, cache_salt=salt) for prompt in prompts]
             several = [_answer_number(prompt, i) for prompt in prompts for i in range(each)]
@@ -164,6 +189,26 @@ class Frontend:
         """The prompts, and their answers before anything of them is there. Waits for the tokenizer."""
         prompts = [to_prompt(one, self.encoder, self.limits, self.openings, self.defaults) for one in asked]
         return prompts, [self._answer(one) for one in asked for _ in range(each)]
+
+    def _constrained(self, prompts: Sequence[Prompt], asked: Sequence[Asked], exchange: Exchange) -> list[Prompt]:
+        """The same prompts with their constraints, compiled where that was not done before. Raises BadRequest."""
+        found: list[Prompt] = []
+        names: dict[str, None] = {}
+        for prompt, one in zip(prompts, asked, strict=True):
+            grammar = _grammar(one, self.encoder)
+            if grammar is None:
+                found.append(prompt)
+                continue
+            options = one.prompt.options if isinstance(one.prompt, Chat) and one.split else None
+            constraint = self.encoder.constraint(grammar, options)
+            found.append(replace(prompt, constraint=constraint))
+            names |= dict.fromkeys(f"{grammar.field}.{name}" for name in constraint.unenforced)
+        if names and self.strict:
+            raise BadRequest(
+                f"this server is strict, and {', '.join(names)} cannot be enforced", field=next(iter(names))
+            )
+        exchange.unenforced = list(names)
+        return found
 
     def _answer(self, asked: Asked) -> Answer:
         chat = asked.prompt
@@ -208,13 +253,11 @@ def _too_long(asked: Asked, reason: str, tokens: int, limits: Limits) -> Context
 
 
 def to_prompt(asked: Asked, encoder: Encoder, limits: Limits, openings: Openings, defaults: Sampling) -> Prompt:
-    """What is asked as the engine takes it, encoded. defaults: the model's own sampling. Raises BadRequest naming the field
-    that cannot be served."""
+    """What is asked as the engine takes it, encoded, without its constraint. defaults: the model's own sampling. Raises
+    BadRequest naming the field that cannot be served."""
     wanted, name = asked.max_tokens, asked.max_tokens_field
     if wanted is not None and wanted > limits.max_tokens and not asked.capped:
         raise BadRequest(f"{name} is {limits.max_tokens} at most", field=name)
-    grammar = _grammar(asked, encoder)
-    options = asked.prompt.options if isinstance(asked.prompt, Chat) and asked.split else None
     tokens = _encode(asked, encoder)
     left = limits.max_context - len(tokens)
     if left < 1:
@@ -239,9 +282,18 @@ def to_prompt(asked: Asked, encoder: Encoder, limits: Limits, openings: Openings
         first_user=_first_user(asked, openings),
         logprobs=asked.logprobs,
         num_draft_tokens=asked.num_draft_tokens,
-        constraint=encoder.constraint(grammar, options) if grammar is not None else None,
         # The answer cannot hold more than the context.
         prediction=encoder.encode_answer(asked.prediction[: limits.max_prompt_bytes]) if asked.prediction else (),
+        hidden=_hidden(asked, encoder),
+    )
+
+
+def _hidden(asked: Asked, encoder: Encoder) -> HiddenTokens:
+    if asked.show_special:
+        return NOTHING_HIDDEN
+    chat = asked.prompt if isinstance(asked.prompt, Chat) and asked.split else None
+    return encoder.hidden_tokens(
+        split=chat is not None, tools=chat is not None and bool(chat.tools), stop=asked.sampling.stop
     )
 
 
@@ -292,10 +344,23 @@ def _first_user(asked: Asked, openings: Openings) -> str:
 def _encode(asked: Asked, encoder: Encoder) -> tuple[int, ...]:
     match asked.prompt:
         case Chat() as chat:
-            return encoder.encode_chat(chat.messages, chat.tools, chat.options)
+            return _known(encoder.encode_chat(chat.messages, chat.tools, chat.options), asked, encoder)
         case str() as text:
-            return encoder.encode_text(text)
+            return _known(encoder.encode_text(text), asked, encoder)
         case tokens:
             if any(not 0 <= token < encoder.vocabulary for token in tokens):
                 raise BadRequest(f"token ids are below {encoder.vocabulary}", field=asked.prompt_field)
             return tuple(tokens)
+
+
+def _known(tokens: tuple[int, ...], asked: Asked, encoder: Encoder) -> tuple[int, ...]:
+    """The same tokens. Raises BadRequest where the model lacks one: some tokenizers have more than their model."""
+    for token in tokens:
+        if token >= encoder.vocabulary:
+            name = encoder.token_bytes(token).decode("utf-8", "replace")
+            raise BadRequest(
+                f"{asked.prompt_field} has the token {name} (id {token}), which the model does not have: its ids are below "
+                f"{encoder.vocabulary}",
+                field=asked.prompt_field,
+            )
+    return tokens

@@ -63,6 +63,8 @@ class Exchange:
         self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._arrived = time.monotonic()
         self._seconds = seconds
+        self.unenforced: Sequence[str] = ()
+        """Places in the request's schemas that its answers may violate."""
         self._answers: list[_Answer] = []
         self._entry = current_entry()
         if self._entry is not None:

@@ -88,6 +88,7 @@ def _asked(body: GenerateRequest) -> Asked:
         split=False,
         bad_words=body.bad_words or (),
         prediction=body.prediction or "",
+        show_special=not body.skip_special_tokens,
     )
 
 

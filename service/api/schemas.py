@@ -152,6 +152,8 @@ class GenerateRequest(ClientModel):
     """Tokens that end the answer."""
     include_stop_str_in_output: Flag = DEFAULTS.include_stop
     """The stop string or token is part of the text."""
+    skip_special_tokens: Flag = True
+    """False: special tokens are part of the text."""
     stream: Flag = False
     domain: Tag | None = None
     client: Tag | None = None

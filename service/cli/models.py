@@ -20,13 +20,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class ModelRow:
     """A model as `models list` shows it. origin: where it is from. size: bytes on disk, None where it is not there. memory:
-    bytes of its weights once loaded here. draft: the one it gets where none is named, "" where there is none or it is one."""
+    bytes of its weights once loaded here, None where that is not known. draft: the one it gets where none is named, "" where
+    there is none or it is one. problem: why it cannot be served, as far as its files say without being loaded."""
 
     name: str
     origin: str
     size: int | None
     memory: int | None
     draft: str
+    problem: str | None = None
 
     def cells(self) -> tuple[str, ...]:
         """The columns of the table."""
@@ -41,6 +43,7 @@ def model_rows(home: Path) -> list[ModelRow]:
     from service.models.catalog import entries
     from service.models.draft_choice import choices
     from service.models.inventory import stored_models
+    from service.models.model_files import check_files
     from service.models.weights import bytes_in_memory
 
     widen = mx.default_device().type == mx.cpu
@@ -51,9 +54,16 @@ def model_rows(home: Path) -> list[ModelRow]:
             origin = entry.source if entry.installed else f"{entry.source}, which is not installed"
             rows.append(ModelRow(entry.name, origin, None, None, entry.draft or ""))
     for model in stored.values():
-        found = [] if model.is_draft else choices(model.name, model.folders[0], home)
-        memory = bytes_in_memory(model.folders[0], widen=widen)
-        rows.append(ModelRow(model.name, model.origin, model.size, memory, found[0].name if found else ""))
+        folder = model.folders[0]
+        try:
+            check_files(folder)
+            memory = bytes_in_memory(folder, widen=widen)
+            found = [] if model.is_draft else choices(model.name, folder, home)
+        except ModelError as error:
+            # Of one model: the others are listed as they are.
+            rows.append(ModelRow(model.name, model.origin, model.size, None, "", str(error)))
+        else:
+            rows.append(ModelRow(model.name, model.origin, model.size, memory, found[0].name if found else ""))
     return rows
 
 
@@ -69,6 +79,7 @@ def draft_of(settings: Settings) -> tuple[str | None, str]:
     words. Fetches nothing."""
     from service.models.draft_choice import choices
     from service.models.machine import folder_at_hand
+    from service.models.model_files import check_files
 
     named, home = settings.models.draft, settings.home
     if named is not None:
@@ -79,10 +90,19 @@ def draft_of(settings: Settings) -> tuple[str | None, str]:
         return None, f"not known: {error}"
     if not found:
         return None, f"none found (redraft make-draft --target {settings.models.target})"
-    name, why = found[0].name, found[0].why
-    if "/" in name and folder_at_hand(name, home) is None:
-        return None, f"{name}, {why}; it is fetched at the first start"
-    return name, f"{name}, {why}"
+    left_out: list[str] = []
+    for choice in found:
+        folder, what = folder_at_hand(choice.name, home), f"{choice.name}, {choice.why}"
+        if folder is None and "/" in choice.name:
+            return None, "; ".join([f"{what}; it is fetched at the first start", *left_out])
+        try:
+            if folder is not None:
+                check_files(folder)
+        except ModelError as error:
+            left_out.append(f"{what}, is left out: {error}")
+        else:
+            return choice.name, "; ".join([what, *left_out])
+    return None, "; ".join(["none", *left_out])
 
 
 def may_have_draft(settings: Settings) -> bool:

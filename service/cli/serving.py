@@ -262,7 +262,7 @@ def doctor(
         ("memory", f"{found.host_memory / gib:.1f} GiB"),
         ("memory free", f"{found.host_memory_free / gib:.1f} GiB"),
         ("draft", how),
-        ("models need", "not on disk yet" if found.needed is None else f"{found.needed / gib:.2f} GiB"),
+        ("models need", f"{found.needed / gib:.2f} GiB" if found.needed is not None else _unknown(settings, names)),
         ("disk free", f"{found.disk_free / gib:.1f} GiB"),
         ("database", database),
         *((f"version of {name}", version) for name, version in found.versions.items()),
@@ -272,7 +272,11 @@ def doctor(
         try:
             loaded = _models_at_hand(settings, names)
         except RedraftError as error:
-            found.problems.append(str(error))
+            loaded = _without_draft(settings, names)
+            if loaded is not None:
+                found.warnings.append(f"the draft is left out: {error}")
+            elif str(error) not in found.problems:  # What is wrong with a file was found before.
+                found.problems.append(str(error))
     table("redraft doctor", ("what", "here"), rows)
     for problem in found.problems:
         out.print(f"! {problem}", style="red", highlight=False)
@@ -348,6 +352,25 @@ class ModelsAtHand:
     draft: Path | None
     target_model: nn.Module
     draft_model: nn.Module | None
+
+
+def _without_draft(settings: Settings, names: Sequence[str]) -> ModelsAtHand | None:
+    """The target alone, where `serve` would leave out a draft that cannot be used: one that was not named. None: it would not,
+    or the target cannot be served either."""
+    if settings.models.draft is not None or len(names) < 2:
+        return None
+    try:
+        return _models_at_hand(settings, names[:1])
+    except RedraftError:
+        return None
+
+
+def _unknown(settings: Settings, names: Sequence[str]) -> str:
+    """Why it is not known what models take of memory."""
+    from service.models.machine import folders_at_hand
+
+    here = folders_at_hand(names, settings.home, settings.models.revision)
+    return "not known" if here else "not on disk yet"
 
 
 def _open_files(limit: OpenFilesLimit) -> str:
@@ -472,6 +495,9 @@ def list_models(config: Config = None, json: Json = None) -> None:
 
     rows = model_rows(settings_from(config).home)
     table("models", ("name", "from", "on disk", "memory", "draft"), [row.cells() for row in rows])
+    for row in rows:
+        if row.problem is not None:
+            out.print(f"! {row.name} cannot be served: {row.problem}", style="red", highlight=False, soft_wrap=True)
     write_json(json, {"models": [asdict(row) for row in rows]})
 
 

@@ -51,7 +51,7 @@ def _load(config: Config, target: str | None, draft: str | None, k: int | None) 
             stores.close()
             if active is not None:
                 drafting = load(drafting.model, active, pair.provenance.draft)
-    encoder = TextEncoder(pair.target.tokenizer)
+    encoder = TextEncoder(pair.target.tokenizer, pair.vocabulary, pair.eos)
     decoder = Decoder(
         pair.target.model,
         drafting,
@@ -66,7 +66,8 @@ def _load(config: Config, target: str | None, draft: str | None, k: int | None) 
 
     def say(messages: Sequence[dict[str, str]], sampling: Sampling, on_delta: Callable[[Delta], None]) -> Finished:
         text = TextStream(streaming_detokenizer(pair.target.tokenizer), sampling.stop)
-        row = Request("0", Prompt(encoder.encode_chat(messages), sampling), pair.eos, text)
+        hidden = encoder.hidden_tokens(split=False, tools=False, stop=sampling.stop)
+        row = Request("0", Prompt(encoder.encode_chat(messages), sampling, hidden=hidden), pair.eos, text)
         decoder.admit(row)
         while row.finish is None:
             for delta in decoder.round().deltas:

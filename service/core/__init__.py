@@ -26,6 +26,7 @@ from service.core.errors import (
 )
 from service.core.gains import GainsState, MeasuredGain
 from service.core.generation import (
+    NOTHING_HIDDEN,
     TOP_TARGETS,
     AcceptRule,
     AnswerGrammar,
@@ -39,6 +40,7 @@ from service.core.generation import (
     Generation,
     Grammar,
     GrammarKind,
+    HiddenTokens,
     Prompt,
     Provenance,
     Round,
@@ -99,6 +101,7 @@ __all__ = [
     "ANYBODY",
     "BARE_DRAFT",
     "LOCAL",
+    "NOTHING_HIDDEN",
     "OWNER",
     "RUN_MOVES",
     "TOP_TARGETS",
@@ -136,6 +139,7 @@ __all__ = [
     "GenerationSink",
     "Grammar",
     "GrammarKind",
+    "HiddenTokens",
     "History",
     "IllegalMove",
     "JobHandle",

@@ -135,6 +135,11 @@ class Constraint(Protocol):
         ...
 
     @property
+    def unenforced(self) -> tuple[str, ...]:
+        """Keywords of its JSON schemas that answers may violate."""
+        ...
+
+    @property
     def failed(self) -> bool:
         """The grammar has met a limit on the way: only an end-of-sequence token is allowed any more."""
         ...
@@ -155,6 +160,26 @@ class Constraint(Protocol):
     def forced(self, most: int) -> list[int]:
         """Tokens of the text that must come next, up to so many; none where there is a choice."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenTokens:
+    """Tokens that an answer's text leaves out. start, end: texts around a part of the answer in which they are kept, because
+    what reads a tool call needs them. Without a start none is kept; without an end that part goes on to the answer's end."""
+
+    ids: frozenset[int] = frozenset()
+    start: str = ""
+    end: str = ""
+
+    def hides(self, token: int, text: str) -> bool:
+        """Whether a token behind this text of the answer is left out."""
+        if token not in self.ids:
+            return False
+        opened = text.rfind(self.start) if self.start else -1
+        return opened < 0 or (bool(self.end) and self.end in text[opened:])
+
+
+NOTHING_HIDDEN = HiddenTokens()
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +213,8 @@ class Prompt:
     the answer."""
     cache_salt: str = ""
     """Cached prefixes and looked-up outputs are shared by requests of equal salts alone (vLLM's name)."""
+    hidden: HiddenTokens = NOTHING_HIDDEN
+    """Special tokens that the text of the answer leaves out."""
 
 
 class Source(StrEnum):

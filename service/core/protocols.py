@@ -11,7 +11,7 @@ from typing import Protocol, Self
 from service.core.access import Caller
 from service.core.erasure import Erased, Selection
 from service.core.gains import GainsState
-from service.core.generation import Constraint, Generation, Grammar, Prompt, Round, Sink
+from service.core.generation import Constraint, Generation, Grammar, HiddenTokens, Prompt, Round, Sink
 from service.core.overview import Disagreement, History
 from service.core.training import AdapterRef, LearningState, PracticeState, TrainingRun
 
@@ -209,6 +209,11 @@ class Encoder(Protocol):
 
     def answer_reader(self, tools: Sequence[Mapping[str, object]], options: Mapping[str, object]) -> AnswerReader:
         """A reader of the answer to a chat that was encoded with these tools and options."""
+        ...
+
+    def hidden_tokens(self, *, split: bool, tools: bool, stop: Sequence[str]) -> HiddenTokens:
+        """The special tokens that the text of an answer leaves out: all but those of its stop strings, and of the markers that
+        a reader looks for where the answer is split (with tools: of calls too, in which nothing is left out)."""
         ...
 
     def constraint(self, grammar: Grammar, options: Mapping[str, object] | None) -> Constraint:

@@ -140,6 +140,8 @@ class Request:
     """What is logged, with the number of tokens that each round emitted."""
     newest_evidence: Evidence | None = None
     """Of the last round."""
+    newest_shown: list[bool] = field(default_factory=list[bool])
+    """Of each token of the last round, whether it is part of the text."""
     counts: TokenCounts = field(default_factory=TokenCounts)
     """Of its tokens, as far as a penalty has asked for them."""
     ngrams: NGramIndex = field(default_factory=NGramIndex)
@@ -204,9 +206,11 @@ class Request:
 
     def _is_text(self, token: int) -> bool:
         """Whether a token of the output is part of its text."""
-        if token in self.eos:
+        if token in self.eos or (
+            not self.prompt.sampling.include_stop and token in self.prompt.sampling.stop_token_ids
+        ):
             return False
-        return self.prompt.sampling.include_stop or token not in self.prompt.sampling.stop_token_ids
+        return self.text is None or not self.prompt.hidden.hides(token, self.text.detokenizer.text)
 
     def append_round(self, tokens: Sequence[int], drafted: Sequence[int], source: Source, adapter: int) -> Delta:
         """Append the tokens of a round, up to where the request ends. Positions after the end count neither as drafted nor as
@@ -216,11 +220,13 @@ class Request:
         and text.
         """
         start, accepted, emitted = self.emitted, len(tokens) - 1, 0
+        self.newest_shown = []
         for token in tokens:
             self.tokens.append(token)
             emitted += 1
             stopped = self._ends(token)
-            if self.text is not None and self._is_text(token):
+            self.newest_shown.append(self._is_text(token))
+            if self.text is not None and self.newest_shown[-1]:
                 stopped |= self.text.add(token, checked=start + emitted > self.prompt.sampling.min_tokens)
             if stopped:
                 self.finish = FinishReason.STOP
@@ -290,7 +296,7 @@ class Request:
                 _possible(evidence.top_ids[i, :count].tolist(), evidence.top_logprobs[i, :count].tolist()),
             )
             for i, token in enumerate(new)
-            if self._is_text(token)
+            if self.newest_shown[i]
         )
 
     def finished(self) -> Finished:

@@ -83,16 +83,17 @@ class Markers:
     end: tuple[str, ...]
 
     @staticmethod
-    def of(start: str, end: str, table: TokenTable) -> Markers:
-        """Markers with these texts in a vocabulary."""
-        return Markers(start, end, _marker(start, table), _marker(end, table))
+    def of(start: str, end: str, table: TokenTable, vocabulary: int) -> Markers:
+        """Markers with these texts. vocabulary: width of the target's logits, which may lack special tokens of the table."""
+        special = {name: id for name, id in table.special.items() if id < vocabulary}
+        return Markers(start, end, _marker(start, special), _marker(end, special))
 
 
-def _marker(text: str, table: TokenTable) -> tuple[str, ...]:
+def _marker(text: str, special: Mapping[str, int]) -> tuple[str, ...]:
     # Ids and not names: a name that Lark takes has to look like `<name>`, and Mistral's `[TOOL_CALLS]` does not.
-    names = "|".join(re.escape(name) for name in sorted(table.special, key=len, reverse=True))
+    names = "|".join(re.escape(name) for name in sorted(special, key=len, reverse=True))
     parts = re.split(f"({names})", text) if names else [text]
-    return tuple(f"<[{table.special[part]}]>" if part in table.special else json.dumps(part) for part in parts if part)
+    return tuple(f"<[{special[part]}]>" if part in special else json.dumps(part) for part in parts if part)
 
 
 def forced_calls(

@@ -36,14 +36,10 @@ def model_fingerprint(folder: Path) -> str:
     if not files:
         raise ModelError(f"{folder} holds no safetensors weights")
     for path in files:
-        size = path.stat().st_size
-        digest.update(f"\n{path.name} {size}\n".encode())
-        with path.open("rb") as file:
-            if size < _WHOLE:
-                while block := file.read(_BLOCK):
-                    digest.update(block)
-            else:
-                _sample(file, size, digest)
+        try:
+            _add_weights(path, digest)
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
     return digest.hexdigest()
 
 
@@ -89,6 +85,18 @@ def folder_sha256(folder: Path) -> str:
 def is_unaltered(folder: Path, sha256: str) -> bool:
     """Whether a folder is there, with the content of this hash. Raises OSError."""
     return folder.is_dir() and folder_sha256(folder) == sha256
+
+
+def _add_weights(path: Path, digest: _Digest) -> None:
+    """Raises OSError."""
+    size = path.stat().st_size
+    digest.update(f"\n{path.name} {size}\n".encode())
+    with path.open("rb") as file:
+        if size < _WHOLE:
+            while block := file.read(_BLOCK):
+                digest.update(block)
+        else:
+            _sample(file, size, digest)
 
 
 def _canonical_config(path: Path) -> bytes:

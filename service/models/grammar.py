@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from enum import Enum
 from typing import Any, cast
 
@@ -19,9 +17,10 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from service.core import AnswerGrammar, BadRequest, Grammar, GrammarKind, LibraryPanic, panics_as_errors
+from service.models.grammar_schemas import MAX_MERGES, all_schemas, merged_patterns, unenforced
 from service.models.tokens import TokenTable, steps, token_table
 
-MAX_CHARS = 2**17
+MAX_CHARS = 2**20
 """Characters of a grammar or schema."""
 COMPILED = 64
 """Grammars that stay compiled."""
@@ -41,13 +40,17 @@ MOST_MULTIPLES = 20_000
 """Of all `multipleOf` in a grammar together: each of their remainders is a state, and a million of them take seconds."""
 STACK_BYTES = 2**28
 """Stack of a thread that compiles: llguidance recurses for every reference in a row, and an overflow ends the process."""
-COMPILE_SECONDS, COMPILING = 10.0, 2
-"""How long a grammar may take to compile, and how many do at a time. What takes longer goes on where nobody waits for it, since
-nothing can stop it."""
-BYTE_DECODERS = {"ByteLevel", "ByteFallback"}
-"""Decoders of vocabularies whose tokens are bytes: texts of their tokens can be joined."""
-JSON_STYLE: dict[str, Any] = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
-"""JSON as `json.dumps` writes it: what no choice is left to can be proposed without a draft."""
+COMPILE_SECONDS, COMPILING, MAX_ABANDONED = 10.0, 2, 8
+"""How long a grammar may take to compile, and how many do at a time. Nothing can stop one that takes longer: it goes on where
+nobody waits for it, and gives its place to another. While so many go on like that, nothing else is compiled."""
+JSON_STYLE: dict[str, Any] = {
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "whitespace_flexible": False,
+    "lenient": True,
+}
+"""JSON as `json.dumps` writes it: what no choice is left to can be proposed without a draft. lenient: formats that llguidance
+does not know are annotations, and keywords that it cannot enforce are passed over, which `TokenConstraint.unenforced` names."""
 
 
 def compiled_text(grammar: Grammar) -> str:
@@ -57,14 +60,20 @@ def compiled_text(grammar: Grammar) -> str:
             case GrammarKind.JSON_SCHEMA:
                 return LLMatcher.grammar_from_json_schema(grammar.source, overrides=cast("Any", JSON_STYLE))
             case GrammarKind.CHOICE:
-                choices = [json.dumps(choice, ensure_ascii=False) for choice in json.loads(grammar.source)]
-                return grammar_from("lark", "start: " + " | ".join(choices))
+                return grammar_from("lark", _choices(json.loads(grammar.source)))
             case GrammarKind.REGEX:
                 return grammar_from("regex", grammar.source)
             case GrammarKind.LARK:
                 return grammar_from("lark", grammar.source)
     except ValueError as error:
         raise BadRequest(f"it cannot be compiled: {error}", field=grammar.field) from error
+
+
+def _choices(choices: Sequence[str]) -> str:
+    """Lark of one of these texts: one terminal, since the parser's rows hold few alternatives."""
+    texts = [json.dumps(choice, ensure_ascii=False) for choice in dict.fromkeys(choices) if choice]
+    ways = [*(["CHOICE"] if texts else []), *(['""'] if "" in choices else [])]
+    return "\n".join([f"start: {' | '.join(ways)}", *([f"CHOICE: {' | '.join(texts)}"] if texts else [])])
 
 
 class Grammars:
@@ -74,11 +83,14 @@ class Grammars:
     def __init__(self, tokenizer: TokenizerWrapper, vocabulary: int, eos: Collection[int]) -> None:
         self._source = tokenizer
         self._vocabulary = vocabulary
-        self._eos = frozenset(eos)
+        self._eos = frozenset(token for token in eos if token < vocabulary)
         self._lock = threading.Lock()
         self._compiling = threading.Semaphore(COMPILING)
+        self._abandoned = 0
+        """Grammars that go on compiling where nobody waits for them."""
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[str, tuple[LLMatcher, tuple[str, ...]]] = OrderedDict()
+        """By text: a matcher at its beginning, and keywords that it does not enforce."""
 
     def constraint(self, grammar: Grammar, opening: int | None = None, closing: Sequence[int] = ()) -> TokenConstraint:
         """What keeps one answer within a grammar. closing: tokens that end the reasoning before it, which is free. opening: the
@@ -94,28 +106,29 @@ class Grammars:
             tokenizer = self._tokenizer = self._tokenizer or self._make_tokenizer(field)
             known = self._compiled.get(grammar.text)
         # Not within the lock: others use what is compiled already.
-        matcher = known or self._compile_apart(tokenizer, grammar.text, field)
+        matcher, unenforced = known or self._compile_apart(tokenizer, grammar.text, field)
         with self._lock:
-            self._compiled[grammar.text] = matcher
+            self._compiled[grammar.text] = matcher, unenforced
             self._compiled.move_to_end(grammar.text)
             if len(self._compiled) > COMPILED:
                 self._compiled.popitem(last=False)
             copy = matcher.deep_copy()
-        return TokenConstraint(tokenizer, copy, grammar, self._vocabulary, self._eos)
+        return TokenConstraint(tokenizer, copy, grammar, self._vocabulary, self._eos, unenforced)
 
     def forget(self) -> None:
         """Drop what was compiled: schemas and tools are clients' texts."""
         with self._lock:
             self._compiled.clear()
 
-    def _compile_apart(self, tokenizer: LLTokenizer, grammar: str, field: str) -> LLMatcher:
+    def _compile_apart(self, tokenizer: LLTokenizer, grammar: str, field: str) -> tuple[LLMatcher, tuple[str, ...]]:
         """Compile on a thread with STACK_BYTES, for COMPILE_SECONDS at most. Raises BadRequest."""
         if (multiples := _multiples(grammar)) > MOST_MULTIPLES:
             reason = f"its multipleOf come to {multiples:.0f} together, and may to {MOST_MULTIPLES}"
             raise BadRequest(f"it cannot be compiled: {reason}", field=field)
-        if not self._compiling.acquire(timeout=COMPILE_SECONDS):
+        if self._abandoned >= MAX_ABANDONED or not self._compiling.acquire(timeout=COMPILE_SECONDS):
             raise BadRequest("it cannot be compiled now: others take too long", field=field)
-        made: Future[LLMatcher] = Future()
+        made: Future[tuple[LLMatcher, tuple[str, ...]]] = Future()
+        abandoned = False
 
         def work() -> None:
             try:
@@ -124,7 +137,11 @@ class Grammars:
             except BaseException as error:  # noqa: BLE001  (whoever waits gets it)
                 made.set_exception(error)
             finally:
-                self._compiling.release()
+                with self._lock:
+                    if abandoned:
+                        self._abandoned -= 1
+                    else:
+                        self._compiling.release()
 
         with _starting:
             before = threading.stack_size(STACK_BYTES)
@@ -138,15 +155,22 @@ class Grammars:
         try:
             return made.result(COMPILE_SECONDS)
         except TimeoutError:
+            with self._lock:
+                # Between the time-out and this it may have ended, and left its place.
+                if not made.done():
+                    abandoned = True
+                    self._abandoned += 1
+                    self._compiling.release()
             raise BadRequest(f"it cannot be compiled within {COMPILE_SECONDS:.0f} s", field=field) from None
 
     def _make_tokenizer(self, field: str) -> LLTokenizer:
         inner = getattr(self._source, "_tokenizer", None)
         if isinstance(inner, PreTrainedTokenizerFast) and self._eos:
-            parts: dict[str, Any] = json.loads(inner.backend_tokenizer.to_str())
-            if any(step["type"] in BYTE_DECODERS for step in steps(parts["decoder"])):
+            table = token_table(self._source)
+            if table.joins:
+                parts: dict[str, Any] = json.loads(inner.backend_tokenizer.to_str())
                 with panics_as_errors():
-                    tokens = _GrammarTokens(token_table(self._source), parts, self._vocabulary, sorted(self._eos))
+                    tokens = _GrammarTokens(table, parts, self._vocabulary, sorted(self._eos))
                     tokenizer = LLTokenizer(cast("Any", tokens), eos_token=tokens.eos)
                 tokens.greedy = tokenizer.greedy_tokenize
                 return tokenizer
@@ -165,9 +189,9 @@ class _GrammarTokens:
 
     def __init__(self, table: TokenTable, parts: dict[str, Any], vocabulary: int, eos: list[int]) -> None:
         """parts: tokenizer.json, which is changed. vocabulary: width of the target's logits."""
-        # Ids without a token have no bytes, which no text of a grammar matches.
-        self.tokens = [*table.bytes, *[b""] * (vocabulary - len(table))]
-        self.special_token_ids = sorted(table.special.values())
+        # Ids without a token have no bytes, which no text of a grammar matches. The model may lack the tokenizer's last ones.
+        self.tokens = [*table.bytes[:vocabulary], *[b""] * (vocabulary - len(table))]
+        self.special_token_ids = sorted(id for id in table.special.values() if id < vocabulary)
         self.eos, self.eos_token_id = eos, eos[0]
         for token in parts["added_tokens"]:
             token["special"] = token["content"] in table.special
@@ -187,7 +211,11 @@ class _GrammarTokens:
     def __call__(self, text: str) -> list[int]:
         """Token ids of exactly this text, in which special tokens are letters like others."""
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        exact = b"".join(self.tokens[id] for id in ids) == text.encode() and self._special.isdisjoint(ids)
+        exact = (
+            all(id < len(self.tokens) for id in ids)
+            and b"".join(self.tokens[id] for id in ids) == text.encode()
+            and self._special.isdisjoint(ids)
+        )
         return ids if exact or self.greedy is None else self.greedy(text)
 
 
@@ -196,28 +224,20 @@ _starting = threading.Lock()
 
 
 def _multiples(grammar: str) -> float:
-    """All `multipleOf` of the schemas in a grammar as llguidance takes it, added up: of JSON, or of Lark with JSON in it."""
-    starts = [0] if grammar.startswith("{") else [found.end() for found in re.finditer(r"%json\s*", grammar)]
-    total, left = 0.0, list[Any]()
-    for start in starts:
-        with suppress(ValueError):
-            left.append(json.JSONDecoder().raw_decode(grammar, start)[0])
-    while left:
-        match left.pop():
-            case dict() as found:
-                items = cast("dict[str, Any]", found)
-                if isinstance(multiple := items.get("multipleOf"), int | float):
-                    total += abs(multiple)
-                left += items.values()
-            case list() as found:
-                left += cast("list[Any]", found)
-            case _:
-                pass
-    return total
+    """All `multipleOf` of the schemas in a grammar, added up."""
+    found = (schema.get("multipleOf") for schema in all_schemas(grammar))
+    return sum((abs(multiple) for multiple in found if isinstance(multiple, int | float)), 0.0)
 
 
-def _compile(tokenizer: LLTokenizer, grammar: str, field: str) -> LLMatcher:
+def _compile(tokenizer: LLTokenizer, grammar: str, field: str) -> tuple[LLMatcher, tuple[str, ...]]:
+    """A matcher, and the keywords of schemas that it does not enforce. Raises BadRequest."""
     matcher = LLMatcher(tokenizer, grammar, limits=LIMITS, log_level=0)
+    for _ in range(MAX_MERGES):
+        merged = merged_patterns(grammar, matcher.get_error()) if matcher.is_error() else None
+        if merged is None:
+            break
+        grammar = merged
+        matcher = LLMatcher(tokenizer, grammar, limits=LIMITS, log_level=0)
     tried = matcher.deep_copy()
     for _ in range(PROBED):
         if tried.is_error() or tried.is_stopped():
@@ -227,7 +247,7 @@ def _compile(tokenizer: LLTokenizer, grammar: str, field: str) -> LLMatcher:
             tried.consume_token(int(allowed[len(allowed) // 2]))
     if tried.is_error():
         raise BadRequest(f"it cannot be compiled: {tried.get_error().splitlines()[0]}", field=field)
-    return matcher
+    return matcher, unenforced(grammar, matcher.get_grammar_warnings())
 
 
 class _Phase(Enum):
@@ -248,8 +268,10 @@ class TokenConstraint:
         grammar: AnswerGrammar,
         vocabulary: int,
         eos: frozenset[int],
+        unenforced: tuple[str, ...] = (),
     ) -> None:
         self.grammar = grammar
+        self.unenforced = unenforced
         self._tokenizer = tokenizer
         self._matcher = matcher
         self._bytes = -(-vocabulary // 32) * 4
@@ -275,7 +297,7 @@ class TokenConstraint:
         """See core.Constraint."""
         matcher, width = self._matcher.deep_copy(), self._bytes * 8
         matcher.reset()
-        return TokenConstraint(self._tokenizer, matcher, self.grammar, width, self._eos)
+        return TokenConstraint(self._tokenizer, matcher, self.grammar, width, self._eos, self.unenforced)
 
     @property
     def failed(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -15,6 +15,7 @@ from huggingface_hub.errors import CacheNotFound
 from service.core import ModelError, NotFound
 from service.models.catalog import CONVERTED, DRAFTS, DRAFTS_SHIPPED, STAMP
 from service.models.draft_choice import made_for
+from service.models.model_files import WEIGHTS
 
 
 class Origin(StrEnum):
@@ -43,7 +44,8 @@ class StoredModel:
 
 
 def stored_models(home: Path) -> list[StoredModel]:
-    """Models of the home folder, then those of the hub's cache by name. Folders without weights are left out."""
+    """Models of the home folder, then those of the hub's cache by name, damaged ones among them. Folders without weights are
+    left out."""
     converted = [
         StoredModel(folder.name, Origin.CONVERTED, (folder,), _bytes(folder), is_draft=folder.name in DRAFTS_SHIPPED)
         for folder in _folders(home / CONVERTED)
@@ -71,10 +73,12 @@ def stored_model(name: str, home: Path) -> StoredModel:
 def remove_model(model: StoredModel) -> None:
     """Delete a model's files: from the hub's cache as huggingface_hub does it. Raises ModelError where that fails."""
     try:
-        if model.origin is Origin.HUB:
+        if model.origin is Origin.HUB and model.revisions:
             scan_cache_dir(constants.HF_HUB_CACHE).delete_revisions(*model.revisions).execute()
             return
-        for folder in model.folders:
+        # A repository that huggingface_hub cannot read goes as a whole.
+        hub = [model.folders[0].parent.parent] if model.origin is Origin.HUB else []
+        for folder in hub or model.folders:
             # Renamed first: half of a folder must not pass for a whole model.
             doomed = folder.with_name(f".{folder.name}.making-removed")
             shutil.rmtree(doomed, ignore_errors=True)
@@ -90,12 +94,25 @@ def _hub_models() -> list[StoredModel]:
     except (CacheNotFound, ValueError):
         return []
     found: list[StoredModel] = []
-    for repository in sorted(repositories, key=lambda each: each.repo_id):
+    for repository in repositories:
         revisions = [each for each in _newest_first(repository.revisions) if _is_model(each.snapshot_path)]
         if repository.repo_type == "model" and revisions:
             folders = tuple(each.snapshot_path for each in revisions)
             hashes = tuple(sorted(each.commit_hash for each in repository.revisions))
             found.append(StoredModel(repository.repo_id, Origin.HUB, folders, repository.size_on_disk, hashes))
+    found += _unreadable({repository.repo_path.name for repository in repositories})
+    return sorted(found, key=lambda model: model.name)
+
+
+def _unreadable(known: Collection[str]) -> list[StoredModel]:
+    """Models of the hub's cache that huggingface_hub leaves out, because files of theirs are links to nothing."""
+    found: list[StoredModel] = []
+    for repository in sorted(Path(constants.HF_HUB_CACHE).glob("models--*")):
+        snapshots = sorted((repository / "snapshots").glob("*"), key=lambda each: each.lstat().st_mtime, reverse=True)
+        folders = tuple(each for each in snapshots if _is_model(each))
+        if repository.name not in known and folders:
+            name = repository.name.removeprefix("models--").replace("--", "/")
+            found.append(StoredModel(name, Origin.HUB, folders, _bytes(repository / "blobs")))
     return found
 
 
@@ -105,12 +122,15 @@ def _newest_first(revisions: Iterable[CachedRevisionInfo]) -> list[CachedRevisio
 
 
 def _is_model(folder: Path) -> bool:
-    """Whether it holds weights in the layout of mlx-lm, and says what they are."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    """Whether it holds weights in the layout of mlx-lm, and says what they are, unless that cannot be read."""
+    file = folder / "config.json"
+    if not any(folder.glob(WEIGHTS)):
         return False
-    return isinstance(config, dict) and "model_type" in config and any(folder.glob("model*.safetensors"))
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return file.is_file() or file.is_symlink()
+    return isinstance(config, dict) and "model_type" in config
 
 
 def _folders(parent: Path) -> list[Path]:

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import cast
 
 from service import FAST_BLAS
-from service.core import python_command
+from service.core import ModelError, python_command
 from service.models.catalog import CONVERTED, cached, unavailable
 from service.models.memory import device_free_bytes, free_bytes, total_bytes
+from service.models.model_files import check_files
 from service.models.weights import bytes_in_memory
 from service.open_files import OpenFilesLimit, open_files_limit
 
@@ -42,9 +43,9 @@ class Machine:
     """What `examine` found. Sizes are in bytes, speeds in GFLOP/s of one float32 matrix product of 512 x 576 x 1536.
 
     device: "cpu", "metal" or "cuda"; None without a working MLX. device_memory_free: of that device. gflops: with the BLAS in
-    use; slow_gflops: with the BLAS that MLX bundles, None where that is the one in use. open_files: the limit in this process;
-    a server raises its soft limit. needed: memory of the named models' weights, None when none is on disk. problems: what keeps
-    `redraft serve` from working. warnings: what makes it slower or may stop it later.
+    use; slow_gflops: with the BLAS that MLX bundles, None where that is the one in use. open_files: the limit in this
+    process; a server raises its soft limit. needed: memory of the named models' weights, None when none is on disk or one is
+    damaged. problems: what keeps `redraft serve` from working. warnings: what makes it slower or may stop it later.
     """
 
     system: str
@@ -75,14 +76,21 @@ def examine(home: Path, models: Sequence[str] = (), *, revision: str | None = No
     device = device if isinstance(device, str) else None
     precision = "float32" if device == "cpu" else "as stored"
     folders = folders_at_hand(models, home, revision)
-    needed = sum(bytes_in_memory(folder, widen=device == "cpu") for folder in folders) if folders else None
+    damaged: list[str] = []
+    needed = 0
+    for folder in folders:
+        try:
+            check_files(folder)
+            needed += bytes_in_memory(folder, widen=device == "cpu")
+        except ModelError as error:
+            damaged.append(str(error))
     disk_free = shutil.disk_usage(_existing(home)).free
     host_free, device_free = free_bytes(), fast.get("free")
     device_free = device_free if isinstance(device_free, int) else None
     memory_free = host_free if device_free is None else device_free
 
     limit = open_files_limit()
-    problems, warnings = outdated(versions), list[str]()
+    problems, warnings = [*outdated(versions), *damaged], list[str]()
     if device is None:
         problems.append(f"MLX does not run: {fast.get('error')}{_backend_advice()}")
     if device == "cpu" and sys.platform == "linux" and FAST_BLAS is None:
@@ -97,7 +105,7 @@ def examine(home: Path, models: Sequence[str] = (), *, revision: str | None = No
             f"the hard limit of open files is {limit.hard}; with fewer than {_OPEN_FILES} a busy server refuses connections "
             "(`ulimit -Hn`, LimitNOFILE in a systemd unit)"
         )
-    if needed is not None and needed > memory_free:
+    if needed > memory_free:
         problems.append(
             f"the models take {needed / 2**30:.1f} GiB of memory and {memory_free / 2**30:.1f} GiB are free"
         )
@@ -117,7 +125,7 @@ def examine(home: Path, models: Sequence[str] = (), *, revision: str | None = No
         host_memory=total_bytes(),
         host_memory_free=host_free,
         device_memory_free=device_free,
-        needed=needed,
+        needed=needed if folders and not damaged else None,
         problems=problems,
         warnings=warnings,
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,10 +18,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_config, load_tokenizer
 from mlx_lm.utils import load_model as load_weights
 
-from service.core import ModelError, PairError, Provenance
+from service.core import ModelError, PairError, Provenance, panics_as_errors
 from service.models import eagle
 from service.models.arrays import named_arrays
 from service.models.fingerprint import model_fingerprint, tokenizer_fingerprint, vocabulary_fingerprint
+from service.models.model_files import check_files, one_line
 from service.models.rope import check_rope, context_length, with_rope_keys
 
 
@@ -60,28 +62,33 @@ def load_model(folder: Path) -> Loaded:
     On the CPU every floating-point weight (scales and biases of quantised layers too) becomes float32, the only
     precision that is fast and exact there; on Metal and CUDA weights stay as stored. Raises ModelError.
     """
-    fingerprint = model_fingerprint(folder)
     model, tokenizer, config = _unread(folder)
-    mx.eval(model.parameters())
+    fingerprint = model_fingerprint(folder)
+    with _as_model_error(f"the weights of {folder} cannot be read"):
+        mx.eval(model.parameters())
     return Loaded(model, tokenizer, config, folder, fingerprint, context_length(config))
 
 
 def unread_pair(target: Path, draft: Path | None) -> tuple[nn.Module, nn.Module | None]:
-    """The models of a pair, none of whose weights are read (but for embeddings that both have): for their sizes. Raises
-    ModelError or PairError."""
-    target_model = _unread(target)[0]
+    """The models of a pair, none of whose weights are read (but for embeddings that both have): for their sizes, and to know
+    before they are loaded whether they can be served. Raises ModelError or PairError as `load_pair`."""
+    target_model, target_tokenizer, _ = _unread(target)
+    check_cache(target_model, "target")
     if draft is None:
+        _checked_widths([target_model], target_tokenizer)
         return target_model, None
-    draft_model = _unread(draft)[0]
-    _share_embeddings(target_model, draft_model)
-    eagle.bind(draft_model, target_model)
+    draft_model, draft_tokenizer, _ = _unread(draft)
+    with _as_model_error(f"{draft} cannot be used as a draft"):
+        _check_draft((target_model, target_tokenizer), (draft_model, draft_tokenizer))
+        _share_embeddings(target_model, draft_model)
     return target_model, draft_model
 
 
 def _unread(folder: Path) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
     """A model whose weights are read when they are first evaluated, its tokenizer, and its config.json with RoPE in the keys
     that mlx-lm reads. Raises ModelError, also where mlx-lm would ignore what config.json says of RoPE."""
-    try:
+    check_files(folder)
+    with _as_model_error(f"{folder} cannot be loaded by mlx-lm"):
         written = load_config(folder)
         config = with_rope_keys(written)
         # mlx-lm reads the file itself and merges this into it, which removes no key.
@@ -92,13 +99,26 @@ def _unread(folder: Path) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
         model, config = read(folder, lazy=True, model_config=config | replaced)
         check_rope(model, written)
         config = {name: value for name, value in config.items() if name not in replaced}
+    with _as_model_error(f"the tokenizer of {folder} cannot be read"):
         tokenizer = load_tokenizer(folder, eos_token_ids=config.get("eos_token_id"))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise ModelError(f"{folder} cannot be loaded by mlx-lm: {error}") from error
+        if not _vocabulary(tokenizer):
+            raise ModelError(f"the tokenizer of {folder} has no tokens")
     if mx.default_device().type == mx.cpu:
         model.set_dtype(mx.float32)
     model.eval()
     return model, tokenizer, config
+
+
+@contextmanager
+def _as_model_error(what: str) -> Generator[None]:
+    """Raises a ModelError of one line for whatever a library raises over damaged files. what: the line's beginning."""
+    try:
+        with panics_as_errors():
+            yield
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{what}: {one_line(error)}") from error
 
 
 def mlx_lm_runs(folder: Path) -> bool:
@@ -117,10 +137,9 @@ def load_pair(target: Path, draft: Path | None) -> Pair:
     draft_model = None
     if draft is not None:
         draft_model = load_model(draft)
-        check_cache(draft_model.model, "draft")
-        _check_tokenizers(target_model.tokenizer, draft_model.tokenizer)
-        _share_embeddings(target_model.model, draft_model.model)
-        eagle.bind(draft_model.model, target_model.model)
+        with _as_model_error(f"{draft} cannot be used as a draft"):
+            _check_draft((target_model.model, target_model.tokenizer), (draft_model.model, draft_model.tokenizer))
+            _share_embeddings(target_model.model, draft_model.model)
     models = [loaded.model for loaded in (target_model, draft_model) if loaded is not None]
     widths = _checked_widths(models, target_model.tokenizer)
     # As provenance_of has it, whose fingerprints were taken when they were loaded.
@@ -135,7 +154,7 @@ def load_pair(target: Path, draft: Path | None) -> Pair:
         provenance,
         widths[0],
         min(widths),
-        frozenset(target_model.tokenizer.eos_token_ids),
+        frozenset(id for id in target_model.tokenizer.eos_token_ids if id < widths[0]),
     )
 
 
@@ -144,10 +163,8 @@ def check_fit(target: Path, draft: Path) -> None:
     ModelError, or PairError naming the cause."""
     target_model, target_tokenizer, _ = _unread(target)
     draft_model, draft_tokenizer, _ = _unread(draft)
-    check_cache(draft_model, "draft")
-    _check_tokenizers(target_tokenizer, draft_tokenizer)
-    eagle.bind(draft_model, target_model)
-    _checked_widths([target_model, draft_model], target_tokenizer)
+    with _as_model_error(f"{draft} cannot be used as a draft"):
+        _check_draft((target_model, target_tokenizer), (draft_model, draft_tokenizer))
 
 
 def provenance_of(target: Path, draft: Path | None) -> Provenance:
@@ -182,6 +199,14 @@ def check_cache(model: nn.Module, role: str) -> None:
             raise PairError(f"the {role} ({family}) keeps a {kind} in layer {layer}, which cannot be rolled back")
 
 
+def _check_draft(target: tuple[nn.Module, TokenizerWrapper], draft: tuple[nn.Module, TokenizerWrapper]) -> None:
+    """Raises PairError where a draft cannot propose tokens to a target. Binds an EAGLE-3 head to it."""
+    check_cache(draft[0], "draft")
+    _check_tokenizers(target[1], draft[1])
+    eagle.bind(draft[0], target[0])
+    _checked_widths([target[0], draft[0]], target[1])
+
+
 def _check_tokenizers(target: TokenizerWrapper, draft: TokenizerWrapper) -> None:
     ours, theirs = _vocabulary(target), _vocabulary(draft)
     if vocabulary_fingerprint(ours) != vocabulary_fingerprint(theirs):
@@ -206,15 +231,14 @@ def _check_tokenizers(target: TokenizerWrapper, draft: TokenizerWrapper) -> None
 def _checked_widths(models: Sequence[nn.Module], tokenizer: TokenizerWrapper) -> list[int]:
     """Widths of the logits of a target and of its draft, where there is one. Raises PairError where they are too narrow.
 
-    The target's must cover the tokenizer. A draft's may lack added tokens at the end, such as Gemma 3's image token, which only
-    its larger models have: the draft reads its own last token in their place, and does not propose them.
+    Both may lack added tokens at the end, such as Gemma 3's image token, which only its larger models have. Prompts with ids
+    that the target lacks are refused. The draft reads its own last token in place of those that it lacks, and does not propose
+    them.
     """
     widths = [logits_width(model) for model in models]
-    ids = _vocabulary(tokenizer).values()
-    added = set(tokenizer.get_added_vocab().values())
-    for role, width, needed in zip(
-        ("target", "draft"), widths, (max(ids) + 1, max(set(ids) - added) + 1), strict=False
-    ):
+    ids = set(_vocabulary(tokenizer).values())
+    needed = max(ids - set(tokenizer.get_added_vocab().values()), default=0) + 1
+    for role, width in zip(("target", "draft"), widths, strict=False):
         if width < needed:
             raise PairError(f"the {role}'s logits cover {width} tokens, but the tokenizer has {max(ids) + 1}")
     return widths

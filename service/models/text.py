@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
+from functools import cached_property
 from threading import Lock
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers.models import BPE
 from transformers import AddedToken, PreTrainedTokenizerBase
 
-from service.core import BadRequest, Constraint, Grammar, GrammarKind
+from service.core import BadRequest, Constraint, Grammar, GrammarKind, HiddenTokens
 from service.models.answer import AnswerReader
 from service.models.calls import FORMATS, CallFormat, Markers, forced_calls, free_calls
 from service.models.grammar import Grammars
@@ -146,9 +147,23 @@ class TextEncoder:
         return tuple(cast("list[int]", tokens))
 
     def encode_text(self, text: str) -> tuple[int, ...]:
-        """Token ids of a completion prompt, with the tokenizer's leading special tokens."""
+        """Token ids of a completion prompt, with the tokenizer's leading special tokens; once, where the text begins with them,
+        as one that a chat template made does."""
         with self._lock:
-            return tuple(cast("list[int]", self._tokenizer.encode(text)))
+            tokens = tuple(cast("list[int]", self._tokenizer.encode(text)))
+        front = self._front
+        twice = bool(front) and tokens[: 2 * len(front)] == front * 2
+        return tokens[len(front) :] if twice else tokens
+
+    @cached_property
+    def _front(self) -> tuple[int, ...]:
+        """Special tokens that the tokenizer puts before a text."""
+        with self._lock:
+            whole, text = (
+                tuple(cast("list[int]", self._tokenizer.encode("a", add_special_tokens=add))) for add in (True, False)
+            )
+        starts = (at for at in range(len(whole) - len(text) + 1) if whole[at : at + len(text)] == text)
+        return whole[: next(starts, 0)]
 
     def encode_word(self, text: str) -> tuple[tuple[int, ...], ...]:
         """See core.Encoder. As vLLM's bad words: spaces at its beginning are dropped first."""
@@ -181,6 +196,21 @@ class TextEncoder:
             known = FORMATS.get(tokenizer.tool_parser)
             machine, parser = self._states, tokenizer.tool_parser if known is None else known.parse
         return AnswerReader(machine.make_state(tokenizer.response_initial_state or state), parser, tools, start)
+
+    def hidden_tokens(self, *, split: bool, tools: bool, stop: Sequence[str]) -> HiddenTokens:
+        """See core.Encoder."""
+        tokenizer, shown = self._tokenizer, list(stop)
+        calls = split and tools and tokenizer.has_tool_calling
+        if split:
+            shown += [text for text in (tokenizer.think_start, tokenizer.think_end) if text]
+            shown += tokenizer.structural_markers
+            shown += [marker for edges in tokenizer.response_transitions.values() for marker, _ in edges]
+        start, end = (tokenizer.tool_call_start or "", tokenizer.tool_call_end or "") if calls else ("", "")
+        shown += [start, end]
+        names = {id: self._table[id].decode("utf-8", "replace") for id in self._table.flagged}
+        return HiddenTokens(
+            frozenset(id for id, name in names.items() if not any(name in text for text in shown)), start, end
+        )
 
     def constraint(self, grammar: Grammar, options: Mapping[str, object] | None) -> Constraint:
         """See core.Encoder."""
@@ -220,7 +250,7 @@ class TextEncoder:
         start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
         assert start is not None
         assert end is not None
-        return FORMATS[tokenizer.tool_parser], Markers.of(start, end, self._table)
+        return FORMATS[tokenizer.tool_parser], Markers.of(start, end, self._table, self.vocabulary)
 
     def _reasoning(self, options: Mapping[str, object]) -> Reasoning:
         """What the chat template says of reasoning where the assistant's turn begins."""

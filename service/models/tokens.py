@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from enum import Enum
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
-from mlx_lm.tokenizer_utils import (
-    BPEStreamingDetokenizer,
-    SPMStreamingDetokenizer,
-    StreamingDetokenizer,
-    TokenizerWrapper,
-)
+from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 from tokenizers.decoders import Decoder
 from tokenizers.normalizers import Normalizer
 from tokenizers.pre_tokenizers import PreTokenizer
@@ -39,7 +35,10 @@ class TokenTable:
         added = cast("Mapping[str, int]", tokenizer.get_added_vocab())
         self.bytes: list[bytes] = [b""] * (max(vocabulary.values(), default=-1) + 1)
         """By id, as many as the largest id plus one."""
-        convert = _byte_level_bytes if is_byte_level(tokenizer) else _sentence_piece_bytes
+        spelling = spelling_of(tokenizer, vocabulary.keys() - added.keys())
+        self.joins = spelling is not None
+        """Whether the bytes of an answer's tokens, one after the other, are its text."""
+        convert = _byte_level_bytes if spelling is Spelling.BYTE_LEVEL else _sentence_piece_bytes
         for id, text in zip(vocabulary.values(), convert(vocabulary) if vocabulary else (), strict=True):
             self.bytes[id] = text
         for name, id in added.items():
@@ -52,6 +51,9 @@ class TokenTable:
             if token.special or token.content in markers or NAMED.fullmatch(token.content)
         }
         """The tokens that are no text in a grammar, by their names. A grammar allows them only where it names them."""
+        flagged = {id for id, token in decoder.items() if token.special}
+        self.flagged = frozenset(flagged | set(cast("Sequence[int]", tokenizer.all_special_ids)))
+        """Ids of the tokens that the tokenizer itself calls special."""
 
     def __len__(self) -> int:
         return len(self.bytes)
@@ -86,13 +88,44 @@ def part_steps(part: Normalizer | PreTokenizer | Decoder | None) -> Iterator[dic
     return steps(json.loads(part.__getstate__()) if part is not None else None)
 
 
-def is_byte_level(tokenizer: TokenizerWrapper) -> bool:
-    """Whether the vocabulary writes each byte as one letter, as GPT-2's does."""
+class Spelling(Enum):
+    """How a vocabulary writes the bytes of its pieces. BYTE_LEVEL: each as one letter, as GPT-2's does. SENTENCE_PIECE: as
+    text, with U+2581 for a space and `<0x0A>` for a single byte."""
+
+    BYTE_LEVEL = "byte-level"
+    SENTENCE_PIECE = "SentencePiece"
+
+
+def spelling_of(tokenizer: TokenizerWrapper, pieces: Collection[str]) -> Spelling | None:
+    """How the pieces of a vocabulary are written; None: in a way of which only the tokenizer's decoder makes text.
+
+    The pieces themselves say it, by what they write for a space: some tokenizer.json name a decoder or a pre-tokenizer of the
+    other kind. Where they are undecided, these parts do.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        return False
-    parts = (backend.pre_tokenizer, backend.decoder)
-    return any(step["type"] == "ByteLevel" for part in parts for step in part_steps(part))
+        return None
+    decoding = list(part_steps(backend.decoder))
+    if not all(_is_known(step) for step in decoding):
+        return None
+    letters, low_lines = (sum(piece.startswith(space) for piece in pieces) for space in (_SPACE_LETTER, _LOW_LINE))
+    parts = {step["type"] for step in (*decoding, *part_steps(backend.pre_tokenizer))}
+    if letters > low_lines or (letters == low_lines and "ByteLevel" in parts):
+        return Spelling.BYTE_LEVEL
+    if low_lines > letters or not parts.isdisjoint({"Metaspace", "ByteFallback"}):
+        return Spelling.SENTENCE_PIECE
+    return None
+
+
+def _is_known(step: Mapping[str, Any]) -> bool:
+    """Whether a step of a decoder is one of those that the spellings stand for. They drop spaces at the beginning of a text,
+    which an answer is not."""
+    if step["type"] == "Replace":
+        return (step["pattern"], step["content"]) == ({"String": _LOW_LINE}, " ")
+    return step["type"] in {"ByteLevel", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+
+
+_SPACE_LETTER, _LOW_LINE = "\u0120", "\u2581"
 
 
 # All pieces are converted as one text: 150,000 texts of their own would take several times as long.
@@ -122,7 +155,7 @@ _OTHER = "\u0100"
 def _sentence_piece_bytes(pieces: Collection[str]) -> list[bytes]:
     """What each piece stands for where U+2581 stands for a space and `<0x0A>` for a byte."""
     joined, separator = _joined(pieces)
-    texts = joined.replace("\u2581", " ").encode().split(separator.encode())
+    texts = joined.replace(_LOW_LINE, " ").encode().split(separator.encode())
     return [
         bytes([int(piece[3:5], 16)]) if piece.startswith("<0x") and BYTE_FALLBACK.fullmatch(piece) else text
         for piece, text in zip(pieces, texts, strict=True)
@@ -139,11 +172,10 @@ def _joined(pieces: Collection[str]) -> tuple[str, str]:
 
 
 class TableDetokenizer:
-    """A streaming detokenizer over a token table. trim: drop a space at the beginning of the text."""
+    """A streaming detokenizer over a token table."""
 
-    def __init__(self, table: TokenTable, *, trim: bool) -> None:
+    def __init__(self, table: TokenTable) -> None:
         self._table = table
-        self._trim = trim
         self._pending = b""
         """Bytes that do not end in a whole character yet."""
         self.text = ""
@@ -160,21 +192,16 @@ class TableDetokenizer:
         self._append(self._pending.decode("utf-8", "replace"))
 
     def _append(self, text: str) -> None:
-        if self._trim and not self.text:
-            text = text.removeprefix(" ")
         self.text += text
         self._pending = b""
 
 
 def streaming_detokenizer(tokenizer: TokenizerWrapper) -> StreamingDetokenizer | TableDetokenizer:
-    """A new detokenizer for one answer.
+    """A new detokenizer for one answer, which goes on behind its prompt: a space at its beginning is part of it.
 
-    mlx-lm's own for byte-level and SentencePiece vocabularies print "!" for an id beyond the vocabulary, or raise, and drop a
-    first space of byte-level text.
+    mlx-lm's own drop that space, and print "!" for an id beyond the vocabulary, or raise; where it knows no decoder it decodes
+    each line by itself, which drops a space at each line's beginning. They serve vocabularies of other kinds than
+    `Spelling` has.
     """
-    made = tokenizer.detokenizer
-    if isinstance(made, BPEStreamingDetokenizer | SPMStreamingDetokenizer):
-        return TableDetokenizer(
-            token_table(tokenizer), trim=isinstance(made, SPMStreamingDetokenizer) and bool(made.trim_space)
-        )
-    return made
+    table = token_table(tokenizer)
+    return TableDetokenizer(table) if table.joins else tokenizer.detokenizer

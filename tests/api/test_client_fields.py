@@ -37,7 +37,7 @@ MODELS = {
     COUNT: "CountRequest",
     GENERATE: "GenerateRequest",
 }
-ONLY_TRUE = {"skip_special_tokens", "spaces_between_special_tokens", "add_generation_prompt", "include_reasoning"}
+ONLY_TRUE = {"spaces_between_special_tokens", "add_generation_prompt", "include_reasoning"}
 ROUTES = pytest.mark.parametrize("path", BODIES)
 CALL: dict[str, Any] = {"id": "c", "type": "function", "function": {"name": "now", "arguments": "{}"}}
 NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}

@@ -127,15 +127,42 @@ def test_a_bias_reaches_the_engine_and_is_not_recorded(
 
 def test_a_bias_of_what_is_no_token_is_refused() -> None:
     server = EchoServer()
-    server.encoder.vocabulary = 100
+    last = server.encoder.MARK
+    server.encoder.vocabulary = last + 1
     with server.served() as address:
-        assert httpx.post(address + CHAT, json={"messages": user("a"), "logit_bias": {"99": 1}}).status_code == 200
-        assert_refused(httpx.post(address + CHAT, json={"messages": user("a"), "logit_bias": {"100": 1}}), "logit_bias")
+        assert httpx.post(address + CHAT, json={"messages": user("a"), "logit_bias": {str(last): 1}}).status_code == 200
+        beyond = {"messages": user("a"), "logit_bias": {str(last + 1): 1}}
+        assert_refused(httpx.post(address + CHAT, json=beyond), "logit_bias")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (CHAT, {"messages": user("aé")}, "messages"),
+        ("/v1/completions", {"prompt": "aé"}, "prompt"),
+        ("/v1/completions", {"prompt": ["a", "é"]}, "prompt"),
+        ("/v1/completions", {"prompt": [97, 233]}, "prompt"),
+        ("/v1/responses", {"input": "é"}, "input"),
+        ("/v1/messages", {"messages": user("é"), "max_tokens": 5}, "messages"),
+        ("/generate", {"prompt": "é", "chat_template": False}, "prompt"),
+    ],
+)
+def test_a_token_that_the_model_lacks_is_refused(path: str, body: dict[str, Any], field: str) -> None:
+    """Some tokenizers have more tokens than their models have rows."""
+    server = EchoServer()
+    server.encoder.MARK, server.encoder.vocabulary = 1, 233
+    with server.served() as address:
+        response = httpx.post(address + path, json=body)
+    error = response.json()["error"]
+    assert response.status_code == 400 and "below 233" in error["message"], error
+    assert error.get("param", field) == field
+    if body.get("prompt") != [97, 233]:
+        assert f"{field} has the token é (id 233), which the model does not have" in error["message"]
 
 
 def test_neutral_fields_of_other_servers_are_taken(server: EchoServer, http: httpx.Client) -> None:
     neutral = {
-        "skip_special_tokens": True,
+        "spaces_between_special_tokens": True,
         "prompt_logprobs": None,
         "priority": 0,
     }
@@ -144,7 +171,7 @@ def test_neutral_fields_of_other_servers_are_taken(server: EchoServer, http: htt
     assert http.post(CHAT, json={"messages": user("a"), **neutral}).status_code == 200
     sampling = server.engine.tickets[-1].prompt.sampling
     assert sampling.seed is None and sampling.max_tokens == min(LIMITS.max_tokens, LIMITS.max_context - 3)
-    wrong = {"repeat_penalty": 1.1, "skip_special_tokens": False, "seed": 0.5, "max_tokens": -2}
+    wrong = {"repeat_penalty": 1.1, "spaces_between_special_tokens": False, "seed": 0.5, "max_tokens": -2}
     for name, value in wrong.items():
         assert_refused(http.post(CHAT, json={"messages": user("a"), name: value}), name)
 

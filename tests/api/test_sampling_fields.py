@@ -137,7 +137,7 @@ def test_as_many_answers_as_rows_and_queue_hold(http: httpx.Client) -> None:
 
 def test_what_is_no_token_is_refused() -> None:
     server = EchoServer()
-    server.encoder.vocabulary = 100
+    server.encoder.MARK, server.encoder.vocabulary = 99, 100
     with server.served() as address:
         url = address + "/v1/chat/completions"
         assert httpx.post(url, json=CHAT | {"stop_token_ids": [99]}).status_code == 200

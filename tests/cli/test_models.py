@@ -1,19 +1,22 @@
 """`redraft models`, and which draft a command gets where none is named."""
 
 import json
+import re
 from collections.abc import Callable, Generator
 from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from typer.testing import CliRunner, Result
 
+from service import server as server_module
 from service.app import resolve_models
 from service.cli import console
 from service.cli.case_text import TextReader
 from service.cli.root import app
-from service.core import BadRequest, Conflict, NotFound, RedraftError, StoreError
+from service.core import BadRequest, Conflict, ModelError, NotFound, PairError, RedraftError, StoreError
 from service.models import machine
 from service.models.catalog import CONVERTED, DRAFTS, entries
 from service.models.draft_choice import made_for, write_made_for
@@ -189,6 +192,82 @@ def test_doctor_says_which_draft_it_would_be(tmp_path: Path, hub: Path, redraft:
     assert shown() == (f"{DRAFT}, {why}", 2 * alone)
     assert shown("--draft", "none") == ("none, as set", alone)
     assert shown("--draft", str(draft)) == (str(draft), 2 * alone)
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+
+
+@pytest.mark.parametrize("kind", ["pointer", "configuration", "link"])
+def test_a_damaged_model_hides_no_other(kind: str, tmp_path: Path, hub: Path, redraft: Run) -> None:
+    target, damaged = write_pair(tmp_path / "pair")
+    cache_model(hub, "org/good", target)
+    spoilt = damaged / ("config.json" if kind == "configuration" else "model.safetensors")
+    spoilt.write_text(POINTER)
+    snapshot = cache_model(hub, "org/damaged", damaged)
+    file = snapshot / spoilt.name
+    if kind == "link":
+        file.resolve().unlink()
+    says = f"{file} is a " + ("link to a file that is not there" if kind == "link" else "Git LFS pointer")
+    out = tmp_path / "models.json"
+    listed = redraft("models", "list", "--json", out)
+    assert rows(listed)["org/good"][2] == mib(bytes_in_memory(target, widen=mx.default_device().type == mx.cpu))
+    assert rows(listed)["org/damaged"][2] == ""
+    assert f"! org/damaged cannot be served: {says}" in listed.stdout
+    assert [each["name"] for each in json.loads(out.read_text())["models"] if each["problem"]] == ["org/damaged"]
+    for name in ("org/damaged", snapshot):
+        doctor = redraft("doctor", "--target", name, "--draft", "none")
+        assert (doctor.exit_code, doctor.stdout.count(says)) == (1, 1), doctor.output
+        assert "not known" in doctor.stdout
+    assert redraft("models", "remove", "org/damaged", "--yes", "--force").exit_code == 0
+    assert "org/damaged" not in rows(redraft("models", "list"))
+
+
+@pytest.mark.parametrize("kind", ["files", "tokenizer", "weights"])
+def test_a_damaged_draft_that_was_found_is_left_out(
+    kind: str,
+    tmp_path: Path,
+    hub: Path,
+    redraft: Run,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By `serve` with a warning, by `doctor` too; one that is named is not."""
+    target, draft = write_pair(tmp_path / "pair")
+    made = tmp_path / "home" / DRAFTS / "mine"
+    made.parent.mkdir(parents=True)
+    draft.rename(made)
+    write_made_for(made, model_fingerprint(target))
+    if kind == "files":
+        (made / "model.safetensors").write_text(POINTER)
+        says = f"{made / 'model.safetensors'} is a Git LFS pointer"
+    elif kind == "tokenizer":
+        content = json.loads((made / "tokenizer.json").read_text())
+        content["model"]["merges"] = [{"a": 1}]
+        (made / "tokenizer.json").write_text(json.dumps(content))
+        says = f"the tokenizer of {made} cannot be read"
+    else:
+        says = "the draft (llama) gives other results in a batch than alone"
+
+        def check(model: nn.Module, role: str) -> None:
+            if role == "draft":
+                raise PairError(says)
+
+        monkeypatch.setattr(server_module, "check_rows", check)
+    server = in_process_server(tmp_path, (target, draft), models={"target": str(target), "draft": None})
+    with caplog.at_level("INFO"):
+        server.start()
+    try:
+        assert generate(server, "abc", max_tokens=8)["timings"]["draft_n"] == 0
+    finally:
+        server.stop()
+    assert "is left out" in caplog.text and says in caplog.text
+    if kind != "weights":
+        doctor = redraft("doctor", "--target", target)
+        assert doctor.exit_code == 0 and says in doctor.stdout and "left out" in doctor.stdout, doctor.output
+    named = in_process_server(tmp_path / "named", (target, made))
+    with pytest.raises(ModelError, match=re.escape(says)):
+        named.start()
+    named.stop()
 
 
 def test_doctor_looks_at_the_revision_that_is_served(

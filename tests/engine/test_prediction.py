@@ -10,6 +10,7 @@ from dataclasses import replace
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.models.llama import Model
 from scipy.stats import chisquare
 
 from service.core import Prompt, Sampling, Source
@@ -125,7 +126,7 @@ def test_the_strongest_match_is_gone_on_from() -> None:
 
 
 @pytest.fixture(scope="module")
-def target() -> nn.Module:
+def target() -> Model:
     return tiny_llama(0)
 
 
@@ -138,7 +139,7 @@ def edited(answer: Sequence[int], seed: int, share: float) -> tuple[int, ...]:
     return tuple(made)
 
 
-def asked(target: nn.Module) -> list[Prompt]:
+def asked(target: Model) -> list[Prompt]:
     """Greedy, seeded and unseeded rows with right, edited and wrong predictions, beside rows without."""
     made: list[Prompt] = []
     for i, share in enumerate([0.0, 0.1, 0.4, None, 0.0, 0.2, 1.0, 0.1]):
@@ -165,7 +166,7 @@ def accepted_of(row: Request) -> int:
     return sum(each.accepted for each in row.rounds if each.source is Source.PREDICTION)
 
 
-def planned(target: nn.Module, draft: nn.Module | None, key: mx.array | None = None) -> Decoder:
+def planned(target: Model, draft: nn.Module | None, key: mx.array | None = None) -> Decoder:
     drafted = 0 if draft is None else 3
     decoder = Decoder(
         target, None if draft is None else bare(draft), vocabulary=VOCABULARY, k=drafted, adaptive=True, lookup=MOST,
@@ -177,7 +178,7 @@ def planned(target: nn.Module, draft: nn.Module | None, key: mx.array | None = N
 
 @STRATEGIES
 @pytest.mark.parametrize("drafts", [False, True])
-def test_with_predictions_the_tokens_are_the_targets_own(target: nn.Module, strategy: Strategy, drafts: bool) -> None:
+def test_with_predictions_the_tokens_are_the_targets_own(target: Model, strategy: Strategy, drafts: bool) -> None:
     prompts = asked(target)
     for together in (prompts, *[[each] for each in prompts]):
         with using(strategy):
@@ -209,7 +210,7 @@ def test_recurrent_targets_and_predictions(strategy: Strategy) -> None:
 
 
 @STRATEGIES
-def test_a_grammar_goes_before_a_prediction(target: nn.Module, strategy: Strategy) -> None:
+def test_a_grammar_goes_before_a_prediction(target: Model, strategy: Strategy) -> None:
     """What a grammar does not allow is not proposed, whatever was predicted."""
     automaton = Automaton(5, VOCABULARY)
     prompt = Prompt(words(4, 10), Sampling(max_tokens=24))
@@ -225,7 +226,7 @@ def test_a_grammar_goes_before_a_prediction(target: nn.Module, strategy: Strateg
 
 
 @pytest.mark.usefixtures("exact_costs")
-def test_a_draft_length_bounds_predictions_too(target: nn.Module) -> None:
+def test_a_draft_length_bounds_predictions_too(target: Model) -> None:
     prompt = Prompt(words(5, 10), Sampling(max_tokens=20))
     answer = tuple(naive(target, prompt.tokens, prompt.sampling))
     for limit in (0, 2):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.core import FinishReason, Prompt, Sampling, Source
+from service.core import FinishReason, HiddenTokens, Prompt, Sampling, Source
 from service.engine.request import Request, TextStream
 
 
@@ -140,3 +140,25 @@ def test_every_adapter_that_drafted_is_named_once_in_order() -> None:
         request.append_round([4, 5], [4], Source.DRAFT, adapter=adapter)
     request.append_round([4], [], Source.DRAFT, adapter=7)
     assert request.finished().timings.adapters == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("said", "start", "end", "text"),
+    [
+        ("aPbQ", "", "", "ab"),
+        ("PQ", "", "", ""),
+        ("aP(bQ)cP", "(", ")", "a(bQ)c"),
+        ("P(bQ)(cPdQ", "(", ")", "(bQ)(cPdQ"),
+        ("P(bQ)cQ", "(", "", "(bQ)cQ"),
+    ],
+)
+def test_hidden_tokens_are_no_text_but_in_calls(said: str, start: str, end: str, text: str) -> None:
+    hidden = HiddenTokens(frozenset(map(ord, "PQ")), start, end)
+    request = Request("r", Prompt((1, 2), Sampling(), hidden=hidden), frozenset(), TextStream(LetterDetokenizer(), ()))
+    shown: list[bool] = []
+    for at in range(0, len(said), 2):
+        request.append_round([ord(letter) for letter in said[at : at + 2]], [], Source.DRAFT, 0)
+        shown += request.newest_shown
+    assert request.text is not None and request.text.detokenizer.text == text
+    assert "".join(letter for letter, is_shown in zip(said, shown, strict=True) if is_shown) == text
+    assert request.emitted == len(said)

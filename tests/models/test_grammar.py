@@ -166,11 +166,14 @@ def nested(depth: int) -> dict[str, Any]:
 
 HOSTILE: dict[str, Callable[[], Grammar]] = {
     "too long": lambda: json_grammar({"type": "string", "pattern": "a" * MAX_CHARS}),
-    "one megabyte": lambda: json_grammar({"enum": [f"value {i}" for i in range(70_000)]}),
+    "one megabyte": lambda: json_grammar({"enum": [f"value {i}" for i in range(80_000)]}),
     "exponential regex": lambda: regex_grammar("(a|aa|aaa){1000}" * 20),
     "no regex": lambda: regex_grammar("(unclosed"),
     "no grammar": lambda: lark_grammar("start: undefined_rule"),
-    "unknown keyword": lambda: json_grammar({"type": "object", "propertyNames": {"pattern": "a"}, "$dynamicRef": "#x"}),
+    "remote reference": lambda: json_grammar({"$ref": "http://example.com/a"}),
+    "overlapping patterns apart": lambda: json_grammar(
+        {"allOf": [{"type": "object", "patternProperties": {name: {"type": "string"}}} for name in ("^a", "^ab")]}
+    ),
     "recursive without end": lambda: json_grammar({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}),
     "impossible": lambda: json_grammar({"type": "string", "enum": [5]}),
     "no schema": lambda: json_grammar({"type": "nothing"}),
@@ -222,6 +225,114 @@ def test_what_is_compiled_is_had_while_others_compile(grammars: Grammars, monkey
     going.set()
     monkeypatch.setattr(grammar_module, "COMPILE_SECONDS", 60.0)
     assert any(grammars.constraint(choice_grammar(["three"])).masks(())[0])
+
+
+def test_what_takes_too_long_gives_its_place_to_others(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as may go on where nobody waits for them; then nothing new is compiled until one of them has ended."""
+    going, compile_ = threading.Event(), grammar_module._compile  # pyright: ignore[reportPrivateUsage]
+
+    def endless(tokenizer: Any, grammar: str, field: str) -> Any:
+        if "endless" in grammar:
+            going.wait(60)
+        return compile_(tokenizer, grammar, field)
+
+    monkeypatch.setattr(grammar_module, "_compile", endless)
+    for number in range(grammar_module.MAX_ABANDONED):
+        monkeypatch.setattr(grammar_module, "COMPILE_SECONDS", 0.05)
+        with pytest.raises(BadRequest, match="cannot be compiled within"):
+            grammars.constraint(choice_grammar([f"endless {number}"]))
+        if number < grammar_module.MAX_ABANDONED - 1:
+            monkeypatch.setattr(grammar_module, "COMPILE_SECONDS", 60.0)
+            assert any(grammars.constraint(choice_grammar([f"quick {number}"])).masks(())[0])
+    monkeypatch.setattr(grammar_module, "COMPILE_SECONDS", 60.0)
+    with pytest.raises(BadRequest, match="others take too long"):
+        grammars.constraint(choice_grammar(["one too many"]))
+    going.set()
+    end = time.monotonic() + 30
+    while grammars._abandoned and time.monotonic() < end:
+        time.sleep(0.01)
+    assert any(grammars.constraint(choice_grammar(["one too many"])).masks(())[0])
+    for _ in range(grammar_module.COMPILING):
+        assert grammars._compiling.acquire(blocking=False)
+    assert not grammars._compiling.acquire(blocking=False)
+    grammars._compiling.release(grammar_module.COMPILING)
+
+
+UNENFORCED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"type": "string", "format": "password"}, ()),
+    ({"type": "string", "format": "no such format", "contentMediaType": "image/png"}, ()),
+    ({"type": "array", "uniqueItems": True}, ("uniqueItems",)),
+    ({"type": "array", "uniqueItems": False}, ()),
+    ({"type": "array", "contains": {"type": "string"}, "minContains": 1}, ("contains", "minContains")),
+    ({"type": "object", "properties": {"uniqueItems": {"not": {"type": "string"}}}}, ("not",)),
+    ({"type": "object", "propertyNames": {"pattern": "^a"}}, ("propertyNames",)),
+    ({"type": "object", "dependentRequired": {"a": ["b"]}}, ("dependentRequired",)),
+    ({"type": "object", "unevaluatedProperties": False}, ("unevaluatedProperties",)),
+    ({"if": {"type": "string"}, "then": {"minLength": 2}}, ("if", "then")),
+    ({"type": "object", "properties": {"a": {}}, "maxProperties": 3}, ("maxProperties",)),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, ("oneOf",)),
+    ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, ()),
+    (PERSON, ()),
+]
+
+
+@pytest.mark.parametrize(("schema", "names"), UNENFORCED, ids=[json.dumps(schema) for schema, _ in UNENFORCED])
+def test_what_is_not_enforced_is_named(grammars: Grammars, schema: dict[str, Any], names: tuple[str, ...]) -> None:
+    """By itself, deep in another schema, and in the arguments of a tool."""
+    assert grammars.constraint(json_grammar(schema)).unenforced == names
+    deep = {"type": "object", "properties": {"a": {"type": "array", "items": {"anyOf": [schema, {"type": "null"}]}}}}
+    constraint = grammars.constraint(json_grammar(deep))
+    assert constraint.unenforced == names == constraint.copy().unenforced
+    lark = f'start: "letters of no schema: %json {{ " %json {json.dumps({**schema, "x-guidance": grammar_module.JSON_STYLE})}'
+    assert grammars.constraint(lark_grammar(lark)).unenforced == names
+
+
+A_STRING, SHORT, AN_INTEGER = {"type": "string"}, {"type": "string", "maxLength": 3}, {"type": "integer"}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "valid", "invalid"),
+    [
+        ({"^a": A_STRING, "b$": A_STRING}, ['{"ab": "x", "a": "y", "b": "z"}'], ['{"ab": 1', '{"c"']),
+        ({"^a": A_STRING, "b$": SHORT}, ['{"ab": "xyz"}'], ['{"ab": "wxyz"', '{"b": "wxyz"', '{"ab": 1']),
+        ({"^a": A_STRING, "b$": SHORT, "^.b": SHORT}, ['{"abb": "xyz"}'], ['{"abb": "wxyz"', '{"ab": 1']),
+        ({"^a": A_STRING, "^ab": A_STRING, "^c": AN_INTEGER}, ['{"abc": "x", "c": 5}'], ['{"c": "x"', '{"a": 5']),
+    ],
+)
+def test_overlapping_patterns_of_names(
+    encoder: TextEncoder, grammars: Grammars, patterns: dict[str, Any], valid: list[str], invalid: list[str]
+) -> None:
+    schema = {"type": "object", "patternProperties": patterns, "additionalProperties": False}
+    constraint = grammars.constraint(json_grammar(schema))
+    for text in valid:
+        assert follow(constraint, encoder.encode_text(text)), text
+    for text in invalid:
+        assert not follow(constraint, encoder.encode_text(text)), text
+    lark = f"start: %json {json.dumps({**schema, 'x-guidance': grammar_module.JSON_STYLE})}"
+    assert follow(grammars.constraint(lark_grammar(lark)), encoder.encode_text(valid[0]))
+
+
+@pytest.mark.parametrize("count", [600, 5000])
+def test_choices_by_the_thousand(encoder: TextEncoder, grammars: Grammars, count: int) -> None:
+    words = [f"choice {i * 7919 % 100_003} \u00e9" for i in range(count)]
+    (end,) = encoder._tokenizer.eos_token_ids
+    for constraint, quote in (
+        (grammars.constraint(choice_grammar(words)), ""),
+        (grammars.constraint(json_grammar({"enum": words})), '"'),
+    ):
+        tokens = encoder.encode_text(f"{quote}{words[-1]}{quote}")
+        assert follow(constraint, tokens) and constraint.masks(tokens)[-1][end >> 3] >> (end & 7) & 1
+        assert not follow(constraint, encoder.encode_text(f"{quote}choice x"))
+
+
+@pytest.mark.parametrize("choices", [["a", "ab", "b"], ["", "a"], [""], ["q", "q"], ['"', "\\", "\n/"]])
+def test_choices_of_every_kind(encoder: TextEncoder, grammars: Grammars, choices: list[str]) -> None:
+    constraint = grammars.constraint(choice_grammar(choices))
+    (end,) = encoder._tokenizer.eos_token_ids
+    for choice in choices:
+        tokens = encoder.encode_text(choice)
+        assert follow(constraint, tokens) and constraint.masks(tokens)[-1][end >> 3] >> (end & 7) & 1, choice
+    assert not follow(constraint, encoder.encode_text("c"))
 
 
 def test_a_thread_that_cannot_start_takes_no_place_for_ever(
@@ -343,7 +454,8 @@ def test_arguments_of_strict_tools_are_valid_wherever_a_call_begins(make_model: 
         "additionalProperties": False,
     }
     tools = [{"function": {"name": tool, "parameters": number}} for tool in ("strict", "loose")]
-    text = free_calls(JsonCalls(), Markers.of("<call>", "</call>", token_table(tokenizer)), tools, {"strict"})
+    markers = Markers.of("<call>", "</call>", token_table(tokenizer), encoder.vocabulary)
+    text = free_calls(JsonCalls(), markers, tools, {"strict"})
     constraint = Grammars(tokenizer, encoder.vocabulary, tokenizer.eos_token_ids).constraint(lark_grammar(text))
 
     def call(tool: str, arguments: str) -> str:

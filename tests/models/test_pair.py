@@ -23,7 +23,7 @@ from tokenizers.models import BPE
 
 from service.core import ModelError, PairError
 from service.models.fingerprint import model_fingerprint, tokenizer_fingerprint
-from service.models.pair import check_cache, load_model, load_pair
+from service.models.pair import check_cache, load_model, load_pair, unread_pair
 from service.models.text import TextEncoder
 from tests.support.typed import leaves, load_arrays
 
@@ -117,16 +117,24 @@ def test_conversions_may_list_more_or_fewer_of_the_same_end_tokens(make_model: M
     assert pair.eos == {0}, "the target's own end an answer"
 
 
-def test_a_draft_may_lack_an_added_token_that_its_target_has(make_model: MakeModel) -> None:
+def test_models_may_lack_added_tokens(make_model: MakeModel) -> None:
     """Gemma 3's image token is in the tokenizers of all sizes, and only the larger models have an embedding for it."""
     special = ("</s>", "<s>", "<image>")
     target, draft = make_model("target", special=special, vocab_size=259), make_model("draft", special=special)
     pair = load_pair(target, draft)
     assert (pair.vocabulary, pair.shared_vocabulary) == (259, 258)
-    with pytest.raises(PairError, match="target's logits cover 258 tokens, but the tokenizer has 259"):
-        load_pair(draft, None)
+    alone = load_pair(draft, None)
+    assert (alone.vocabulary, alone.eos) == (258, {0})
+    narrow = make_model("narrow", special=special, vocab_size=257)
     with pytest.raises(PairError, match="draft's logits cover 257 tokens, but the tokenizer has 259"):
-        load_pair(target, make_model("narrow", special=special, vocab_size=257))
+        load_pair(target, narrow)
+    for use in (load_pair, unread_pair):
+        with pytest.raises(PairError, match="target's logits cover 257 tokens, but the tokenizer has 259"):
+            use(narrow, None)
+    ends = make_model(
+        "ends", special=("</s>", "<s>", "<a>", "<end>"), eos="<end>", vocab_size=259, eos_token_id=[0, 259]
+    )
+    assert load_pair(ends, None).eos == {0}, "an end token that the model lacks is never said"
 
 
 def test_other_special_tokens_are_refused(make_model: MakeModel) -> None:
@@ -229,5 +237,5 @@ def test_a_sentencepiece_vocabulary_with_a_gap_is_refused_by_name(make_model: Ma
     parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence(parts)
     tokenizer.save(str(folder / "tokenizer.json"))
-    with pytest.raises(ModelError, match="cannot be loaded by mlx-lm"):
+    with pytest.raises(ModelError, match=f"the tokenizer of {folder} cannot be read"):
         load_model(folder)

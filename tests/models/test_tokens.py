@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from mlx_lm.tokenizer_utils import StreamingDetokenizer
 from mlx_lm.utils import load_tokenizer
-from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
-from tokenizers.models import BPE
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE, WordPiece
 
 from service.core import BadRequest, Grammar, GrammarKind
+from service.models.calls import Markers
 from service.models.text import TextEncoder
 from service.models.tokens import TableDetokenizer, streaming_detokenizer, token_table
 from tests.support.qwen import write_tokenizer
@@ -87,7 +88,8 @@ def test_ids_without_a_token_have_no_text(tmp_path: Path, kind: str) -> None:
     wide = encoder(tmp_path, kind, 400)
     hello, world = ids(wide, *(("Hello", "\u0120world") if kind == "byte-level" else ("\u2581Hello", "\u2581world")))
     holes = [300, 399, 260] if kind == "byte-level" else [300, 399, 262]
-    assert text_of(wide, [holes[0], hello, holes[1], world, holes[2]]) == "Hello world"
+    first = "" if kind == "byte-level" else " "
+    assert text_of(wide, [holes[0], hello, holes[1], world, holes[2]]) == f"{first}Hello world"
     assert [wide.token_bytes(hole) for hole in holes] == [b""] * 3
 
 
@@ -99,6 +101,95 @@ def test_incomplete_characters_wait_and_end_as_replacements(tmp_path: Path) -> N
         assert made.text == text
     made.finalize()
     assert made.text == "\xe9<tag>\ufffd"
+
+
+PREPENDED = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+DECODERS = {
+    "SentencePiece": decoders.Sequence(PREPENDED),
+    "SentencePiece without Strip": decoders.Sequence(PREPENDED[:3]),
+    "Metaspace": decoders.Metaspace(prepend_scheme="always"),
+    "Metaspace behind bytes": decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]),
+    "byte-level": decoders.ByteLevel(),
+    "byte-level in a sequence": decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()]),
+}
+PRE_TOKENIZERS = {
+    "byte-level": pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "split": pre_tokenizers.Split(" ", "isolated"),
+    "Metaspace": pre_tokenizers.Metaspace(),
+}
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("before", PRE_TOKENIZERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_pieces_say_how_bytes_are_written(tmp_path: Path, kind: str, before: str, decoder: str) -> None:
+    """Whatever decoder and pre-tokenizer a tokenizer.json names: the text, its first space, and a space behind a line's end."""
+    space = "\u0120" if kind == "byte-level" else "\u2581"
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pieces = letters if kind == "byte-level" else [f"<0x{byte:02X}>" for byte in range(256)]
+    words = [space + "Hello", space * 2 + "world", "\u010a" if kind == "byte-level" else "\n", space]
+    vocabulary = {piece: id for id, piece in enumerate(dict.fromkeys([*pieces, *words, space + "a"]))}
+    tokenizer = Tokenizer(BPE(vocabulary, [], ignore_merges=True, byte_fallback=kind != "byte-level"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = PRE_TOKENIZERS[before], DECODERS[decoder]
+    tokenizer.add_tokens([AddedToken("<end>", special=True)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    made = TextEncoder(load_tokenizer(tmp_path))
+    hello, world, line, blank = ids(made, *words)
+    assert text_of(made, [blank, hello, world, line, world, blank]) == "  Hello  world\n  world "
+    constraint = made.constraint(Grammar(GrammarKind.REGEX, "( Hello|  world|\\n)+", "f"), None)
+    assert len(constraint.masks([hello, world, line])) == 4
+
+
+def test_pieces_of_another_kind_are_left_to_their_decoder(tmp_path: Path) -> None:
+    vocabulary = {piece: id for id, piece in enumerate(["[UNK]", "play", "##ing", "<end>"])}
+    tokenizer = Tokenizer(WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert text_of(TextEncoder(load_tokenizer(tmp_path)), [1, 2]) == "playing"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_may_lack_the_last_added_tokens(tmp_path: Path, kind: str) -> None:
+    """Grammars are of its own tokens: a marker that it lacks is spelled out, and is no end."""
+    whole = encoder(tmp_path, kind)
+    end, tag = ids(whole, "<end>", "<tag>")
+    assert tag == end + 1 == whole.vocabulary - 1
+    narrow = encoder(tmp_path, kind, tag)
+    constraint = narrow.constraint(Grammar(GrammarKind.REGEX, "(Hello|<tag>)+", "f"), None)
+    mask = constraint.masks(())[0]
+    assert len(mask) == -(-tag // 32) * 4 and not any(mask[id >> 3] >> (id & 7) & 1 for id in range(tag, len(mask) * 8))
+    forced = narrow.constraint(Grammar(GrammarKind.CHOICE, '["<tag>"]', "f"), None).forced(99)
+    assert b"".join(map(narrow.token_bytes, forced)) == b"<tag>" and max(forced) < tag
+    table = token_table(narrow._tokenizer)
+    assert Markers.of("<tag>", "<end>", table, tag) == Markers("<tag>", "<end>", ('"<tag>"',), (f"<[{end}]>",))
+
+
+FRONTS = {"<s> $A": 1, "<s> $A <end>": 1, "<a> <s> $A": 2, "$A <end>": 0}
+
+
+@pytest.mark.parametrize("around", FRONTS)
+def test_tokens_at_the_front_are_there_once(tmp_path: Path, around: str) -> None:
+    """A text that a chat template made begins with what the tokenizer puts before every text."""
+    tokenizer = byte_level()
+    tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in ("<s>", "<a>", "<end>")])
+    named = [(name, tokenizer.token_to_id(name)) for name in around.split() if name != "$A"]
+    tokenizer.post_processor = processors.TemplateProcessing(single=around, special_tokens=named)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<end>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    made = TextEncoder(load_tokenizer(tmp_path))
+    front = "".join(around.split("$A", maxsplit=1)[0].split())
+    plain = made.encode_text("Hi <s> there")
+    count = FRONTS[around]
+    assert plain[:count] == tuple(ids(made, *around.split()[:count]))
+    assert made.encode_text(f"{front}Hi <s> there") == plain
+    # Two of them in the text itself are meant.
+    assert made.encode_text(f"{front * 2}Hi") == (*plain[:count], *made.encode_text(f"{front}Hi"))
+    assert made.encode_text("")[:count] == plain[:count]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -39,7 +39,7 @@ def test_every_format_with_every_layout(tmp_path: Path, parser: str, layout: Lay
     pieces = [*reader.add(call), *reader.finish(cut=False)]
     assert [piece.kind for piece in pieces] == [PieceKind.CALL]
 
-    markers = Markers.of(tokenizer.tool_call_start or "", tokenizer.tool_call_end or "", table)
+    markers = Markers.of(tokenizer.tool_call_start or "", tokenizer.tool_call_end or "", table, len(table))
     start, end = markers.start, markers.end
     by_id = [f"<[{id}]>" for id in tokenizer.tool_call_start_tokens or ()]
     assert (list(start) == by_id) == (layout is not Layout.TEXT)

@@ -395,7 +395,7 @@ def test_another_format_is_an_entry_of_the_table(encoder: TextEncoder) -> None:
         call_end="",
         lenient=qwen3_coder.parse_tool_call,
     )
-    markers = Markers.of(*MARKERS, token_table(encoder._tokenizer))
+    markers = Markers.of(*MARKERS, token_table(encoder._tokenizer), encoder.vocabulary)
     for format, parser in ((minimax, "minimax_m2"), (glm, "glm47"), (OURS, "qwen3_coder")):
         assert format._parsed(CALLS[parser], TOOLS) == {"name": "weather", "arguments": WANTED}
         for text in (

@@ -38,6 +38,10 @@ class Automaton:
         return AnswerGrammar(f"automaton {self.seed}")
 
     @property
+    def unenforced(self) -> tuple[str, ...]:
+        return ()
+
+    @property
     def failed(self) -> bool:
         return len(self.tokens) >= self.limit
 

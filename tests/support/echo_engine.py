@@ -38,6 +38,7 @@ from service.core import (
     GainsState,
     Grammar,
     GrammarKind,
+    HiddenTokens,
     History,
     LearningState,
     MeasuredGain,
@@ -73,7 +74,7 @@ def character(token: int) -> str:
 class Codepoints:
     """core.Encoder: one token per character, and a template of one marker token per turn."""
 
-    MARK = 0x110000
+    MARK: int = 0x110000
     vocabulary = 2**31
     binds_calls = True
 
@@ -82,6 +83,8 @@ class Codepoints:
             tuple[Sequence[Mapping[str, object]], Sequence[Mapping[str, object]], Mapping[str, object]]
         ] = []
         """Messages, tools and options of every chat."""
+        self.hidden: list[tuple[bool, bool, tuple[str, ...]]] = []
+        """Arguments of `hidden_tokens`, of every request."""
 
     def encode_chat(
         self,
@@ -102,8 +105,13 @@ class Codepoints:
         states = STATES if tools else STATES_WITHOUT_TOOLS
         return AnswerReader(states.make_state("normal"), parse_tool_call, tools, "<tool_call>")
 
+    def hidden_tokens(self, *, split: bool, tools: bool, stop: Sequence[str]) -> HiddenTokens:
+        self.hidden.append((split, tools, tuple(stop)))
+        return HiddenTokens(frozenset({self.MARK}))
+
     def constraint(self, grammar: Grammar, options: Mapping[str, object] | None) -> NamedGrammar:
-        return NamedGrammar(f"{grammar.kind}: {grammar.source}")
+        names = ("uniqueItems",) if "uniqueItems" in grammar.source else ()
+        return NamedGrammar(f"{grammar.kind}: {grammar.source}", unenforced=names)
 
     def call_grammar(
         self, tools: Sequence[Mapping[str, object]], *, several: bool, otherwise: Grammar | None = None
@@ -144,6 +152,7 @@ class NamedGrammar:
 
     text: str
     failed: bool = False
+    unenforced: tuple[str, ...] = ()
 
     @property
     def grammar(self) -> AnswerGrammar:

@@ -182,6 +182,7 @@ def asked_by(
         forced_calls=forced,
         bad_words=body.bad_words or (),
         prediction=prediction,
+        show_special=body.skip_special_tokens is False,
     )
 
 

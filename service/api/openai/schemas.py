@@ -50,7 +50,7 @@ from service.core import Grammar, GrammarKind
 
 MAX_TOP_LOGPROBS = 20
 MAX_PROMPTS = 8
-MAX_CHOICES = 1024
+MAX_CHOICES = 2**15
 MAX_BIASED = 1024
 
 TopK = Annotated[Whole, Field(ge=-1, lt=2**31), INTEGRAL]
@@ -318,7 +318,6 @@ class NeutralFields(ClientModel):
     logits_processors: Unserved = None
     response_prefix: Unserved = None
 
-    skip_special_tokens: OnlyTrue = None
     spaces_between_special_tokens: OnlyTrue = None
     add_generation_prompt: OnlyTrue = None
     continue_final_message: Unserved = None
@@ -372,6 +371,7 @@ class CommonRequest(NeutralFields):
     ignore_eos: Flag | None = None
     stop_token_ids: StopTokens | None = None
     include_stop_str_in_output: Flag | None = None
+    skip_special_tokens: Flag | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
