@@ -16,19 +16,31 @@ from service.api.exchange import Exchange
 from service.api.limits import Limits
 from service.api.mailbox import Mailbox
 from service.api.openings import Openings
-from service.core import BadRequest, Caller, Encoder, GenerationService, Grammar, Prompt, Sampling
+from service.core import (
+    BadRequest,
+    Caller,
+    ChatEnd,
+    EncodedChat,
+    Encoder,
+    GenerationService,
+    Grammar,
+    Prompt,
+    Reasoning,
+    Sampling,
+)
 from service.metrics import Metrics
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
     """A conversation as chat templates take it. tools: in the shape of OpenAI's chat route. options: further arguments of the
-    template. strict: names of tools whose arguments are to be valid."""
+    template. strict: names of tools whose arguments are to be valid. end: how the prompt ends."""
 
     messages: Sequence[Mapping[str, object]]
     tools: Sequence[Mapping[str, object]] = ()
     options: Mapping[str, object] = field(default_factory=dict[str, object])
     strict: frozenset[str] = frozenset()
+    end: ChatEnd = ChatEnd.NEW_TURN
 
     @property
     def user_messages(self) -> list[str]:
@@ -152,14 +164,15 @@ class Frontend:
 
     def _encoded(self, asked: Sequence[Asked], each: int) -> tuple[list[Prompt], list[Answer]]:
         """The prompts, and their answers before anything of them is there. Waits for the tokenizer."""
-        prompts = [to_prompt(one, self.encoder, self.limits, self.openings, self.defaults) for one in asked]
-        return prompts, [self._answer(one) for one in asked for _ in range(each)]
+        found = [to_prompt(one, self.encoder, self.limits, self.openings, self.defaults) for one in asked]
+        answers = [self._answer(one, how) for one, (_, how) in zip(asked, found, strict=True) for _ in range(each)]
+        return [prompt for prompt, _ in found], answers
 
-    def _answer(self, asked: Asked) -> Answer:
+    def _answer(self, asked: Asked, reasoning: Reasoning) -> Answer:
         chat = asked.prompt
         if not asked.split or not isinstance(chat, Chat):
             return Answer(None)
-        return Answer(self.encoder.answer_reader(chat.tools, chat.options))
+        return Answer(self.encoder.answer_reader(chat.tools, reasoning))
 
 
 def _answer_number(prompt: Prompt, index: int) -> Prompt:
@@ -190,15 +203,17 @@ def check_size(asked: Asked, limits: Limits) -> None:
         raise ContextExceeded(f"{asked.prompt_field} is too long: {reason}", field=asked.prompt_field)
 
 
-def to_prompt(asked: Asked, encoder: Encoder, limits: Limits, openings: Openings, defaults: Sampling) -> Prompt:
-    """What is asked as the engine takes it, encoded. defaults: the model's own sampling. Raises BadRequest naming the field
-    that cannot be served."""
+def to_prompt(
+    asked: Asked, encoder: Encoder, limits: Limits, openings: Openings, defaults: Sampling
+) -> tuple[Prompt, Reasoning]:
+    """What is asked as the engine takes it, encoded, and how its answer begins. defaults: the model's own sampling. Raises
+    BadRequest naming the field that cannot be served."""
     wanted, name = asked.max_tokens, asked.max_tokens_field
     if wanted is not None and wanted > limits.max_tokens and not asked.capped:
         raise BadRequest(f"{name} is {limits.max_tokens} at most", field=name)
     grammar = _grammar(asked, encoder)
-    options = asked.prompt.options if isinstance(asked.prompt, Chat) and asked.split else None
-    tokens = _encode(asked, encoder)
+    encoded = _encode(asked, encoder)
+    tokens, reasoning = encoded.tokens, encoded.reasoning if asked.split else Reasoning.CLOSED
     left = limits.max_context - len(tokens)
     if left < 1:
         reason = f"{len(tokens)} tokens leave no room in a context of {limits.max_context}"
@@ -212,7 +227,7 @@ def to_prompt(asked: Asked, encoder: Encoder, limits: Limits, openings: Openings
         raise BadRequest(f"min_tokens is {most} at most here: the answer may have no more tokens", field="min_tokens")
     if any(token >= encoder.vocabulary for token in sampling.stop_token_ids):
         raise BadRequest(f"token ids are below {encoder.vocabulary}", field="stop_token_ids")
-    return Prompt(
+    prompt = Prompt(
         tokens,
         sampling,
         domain=asked.domain,
@@ -222,8 +237,9 @@ def to_prompt(asked: Asked, encoder: Encoder, limits: Limits, openings: Openings
         first_user=_first_user(asked, openings),
         logprobs=asked.logprobs,
         num_draft_tokens=asked.num_draft_tokens,
-        constraint=encoder.constraint(grammar, options) if grammar is not None else None,
+        constraint=encoder.constraint(grammar, reasoning) if grammar is not None else None,
     )
+    return prompt, reasoning
 
 
 def _bad_words(asked: Asked, encoder: Encoder) -> tuple[tuple[int, ...], ...]:
@@ -270,13 +286,23 @@ def _first_user(asked: Asked, openings: Openings) -> str:
             return ""
 
 
-def _encode(asked: Asked, encoder: Encoder) -> tuple[int, ...]:
+def _encode(asked: Asked, encoder: Encoder) -> EncodedChat:
     match asked.prompt:
         case Chat() as chat:
-            return encoder.encode_chat(chat.messages, chat.tools, chat.options)
+            return encode_chat(chat, encoder, asked.prompt_field)
         case str() as text:
-            return encoder.encode_text(text)
+            return EncodedChat(encoder.encode_text(text))
         case tokens:
             if any(not 0 <= token < encoder.vocabulary for token in tokens):
                 raise BadRequest(f"token ids are below {encoder.vocabulary}", field=asked.prompt_field)
-            return tuple(tokens)
+            return EncodedChat(tuple(tokens))
+
+
+def encode_chat(chat: Chat, encoder: Encoder, field: str = "messages") -> EncodedChat:
+    """The prompt of a chat. field: the name of the messages in the request, for errors. Raises BadRequest."""
+    try:
+        return encoder.encode_chat(chat.messages, chat.tools, chat.options, chat.end)
+    except BadRequest as error:
+        if error.field == "messages":
+            error.field = field
+        raise

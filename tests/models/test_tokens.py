@@ -12,7 +12,7 @@ from mlx_lm.utils import load_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
-from service.core import BadRequest, Grammar, GrammarKind
+from service.core import BadRequest, Grammar, GrammarKind, Reasoning
 from service.models.text import TextEncoder
 from service.models.tokens import TableDetokenizer, streaming_detokenizer, token_table
 from tests.support.qwen import write_tokenizer
@@ -105,11 +105,11 @@ def test_incomplete_characters_wait_and_end_as_replacements(tmp_path: Path) -> N
 @pytest.mark.parametrize("width", [None, 400])
 def test_grammars_of_a_vocabulary_with_gaps(tmp_path: Path, kind: str, width: int | None) -> None:
     gaps = encoder(tmp_path, kind, width)
-    constraint = gaps.constraint(Grammar(GrammarKind.REGEX, "(Hello| world|<tag>|\xe9)+", "f"), None)
+    constraint = gaps.constraint(Grammar(GrammarKind.REGEX, "(Hello| world|<tag>|\xe9)+", "f"), Reasoning.CLOSED)
     tokens = {id for id in range(gaps.vocabulary) if constraint.masks(())[0][id >> 3] >> (id & 7) & 1}
     assert {gaps.token_bytes(token) for token in tokens} <= {b"H", b"Hello", b" world", b" ", b"<", b"\xc3", b" Hello"}
     assert b" world" in {gaps.token_bytes(token) for token in tokens}
-    forced = gaps.constraint(Grammar(GrammarKind.CHOICE, '["Hello world<tag>\xe9e\u0301"]', "f"), None)
+    forced = gaps.constraint(Grammar(GrammarKind.CHOICE, '["Hello world<tag>\xe9e\u0301"]', "f"), Reasoning.CLOSED)
     tokens = forced.forced(99)
     assert b"".join(map(gaps.token_bytes, tokens)) == "Hello world<tag>\xe9e\u0301".encode()
     assert len(forced.masks(tokens)) == len(tokens) + 1
@@ -117,17 +117,17 @@ def test_grammars_of_a_vocabulary_with_gaps(tmp_path: Path, kind: str, width: in
 
 def test_gaps_are_in_no_text_of_a_grammar(tmp_path: Path) -> None:
     gaps = encoder(tmp_path, "byte-level", 400)
-    constraint = gaps.constraint(Grammar(GrammarKind.REGEX, "(.|\\n)*", "f"), None)
+    constraint = gaps.constraint(Grammar(GrammarKind.REGEX, "(.|\\n)*", "f"), Reasoning.CLOSED)
     mask = constraint.masks(())[0]
     assert not [id for id in range(400) if mask[id >> 3] >> (id & 7) & 1 and not gaps.token_bytes(id)]
 
 
 def test_a_grammar_may_name_any_id_of_the_logits(tmp_path: Path) -> None:
     wide = encoder(tmp_path, "byte-level", 400)
-    constraint = wide.constraint(Grammar(GrammarKind.LARK, "start: <[399]> <[260]>", "f"), None)
+    constraint = wide.constraint(Grammar(GrammarKind.LARK, "start: <[399]> <[260]>", "f"), Reasoning.CLOSED)
     assert len(constraint.masks([399, 260])) == 3
     with pytest.raises(BadRequest, match="cannot be compiled"):
-        wide.constraint(Grammar(GrammarKind.LARK, "start: <[400]>", "f"), None)
+        wide.constraint(Grammar(GrammarKind.LARK, "start: <[400]>", "f"), Reasoning.CLOSED)
 
 
 def test_forced_text_is_of_the_tokens_that_a_model_would_write(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_forced_text_is_of_the_tokens_that_a_model_would_write(tmp_path: Path) -
     write_tokenizer(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     grammar = Grammar(GrammarKind.CHOICE, '["atyp <tool_call><|im_end|>!"]', "f")
-    tokens = TextEncoder(tokenizer).constraint(grammar, None).forced(99)
+    tokens = TextEncoder(tokenizer).constraint(grammar, Reasoning.CLOSED).forced(99)
     merged = tokenizer.encode("atyp", add_special_tokens=False)
     starts = [piece for piece in token_table(tokenizer).bytes if piece and b"atyp".startswith(piece)]
     assert token_table(tokenizer)[merged[0]] != max(starts, key=len)
@@ -173,4 +173,4 @@ def test_a_vocabulary_without_bytes_has_no_grammar(tmp_path: Path) -> None:
         '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}'
     )
     with pytest.raises(BadRequest, match="no form that grammars can use"):
-        TextEncoder(load_tokenizer(tmp_path)).constraint(Grammar(GrammarKind.REGEX, "a", "f"), None)
+        TextEncoder(load_tokenizer(tmp_path)).constraint(Grammar(GrammarKind.REGEX, "a", "f"), Reasoning.CLOSED)

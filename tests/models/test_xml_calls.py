@@ -13,7 +13,7 @@ import pytest
 from mlx_lm.tool_parsers import minimax_m2, qwen3_coder
 from mlx_lm.utils import load_tokenizer
 
-from service.core import BadRequest, Constraint, Grammar, GrammarKind, PieceKind
+from service.core import BadRequest, Constraint, Grammar, GrammarKind, PieceKind, Reasoning
 from service.models.calls import FORMATS, Markers, forced_calls, free_calls
 from service.models.parameter_schemas import forms
 from service.models.text import TextEncoder
@@ -125,7 +125,7 @@ def tool(properties: Mapping[str, object], required: list[str] | None = None, **
 
 
 def forced(encoder: TextEncoder, *tools: dict[str, Any], several: bool = False) -> Constraint:
-    return encoder.constraint(encoder.call_grammar(tools, several=several), None)
+    return encoder.constraint(encoder.call_grammar(tools, several=several), Reasoning.CLOSED)
 
 
 def text_of(arguments: Mapping[str, object], name: str = "act") -> str:
@@ -158,7 +158,7 @@ def read(encoder: TextEncoder, tools: list[dict[str, Any]], text: str) -> list[A
     """Arguments of the calls in an answer, which are the same however the answer comes."""
     found: list[list[Any]] = []
     for parts in ([text], list(text)):
-        reader = encoder.answer_reader(tools, {})
+        reader = encoder.answer_reader(tools, Reasoning.CLOSED)
         pieces = [piece for part in parts for piece in reader.add(part)] + reader.finish(cut=False)
         assert {piece.kind for piece in pieces} == {PieceKind.CALL}, text
         found.append([json.loads(piece.call.arguments) for piece in pieces if piece.call is not None])
@@ -294,7 +294,7 @@ def test_a_marker_within_a_string_is_not_written(encoder: TextEncoder) -> None:
 def test_strict_tools_in_free_answers(encoder: TextEncoder) -> None:
     strict, loose = tool({"a": {"type": "integer"}}, ["a"]), tool({"a": {"type": "integer"}}, ["a"])
     loose["function"]["name"] = "loose"
-    constraint = encoder.constraint(encoder.free_call_grammar([strict, loose], {"act"}), None)
+    constraint = encoder.constraint(encoder.free_call_grammar([strict, loose], {"act"}), Reasoning.CLOSED)
     for text, good in (
         (text_of({"a": 5}), True),
         (text_of({"a": "five"}), False),
@@ -402,6 +402,6 @@ def test_another_format_is_an_entry_of_the_table(encoder: TextEncoder) -> None:
             forced_calls(format, markers, TOOLS, several=True),
             free_calls(format, markers, TOOLS, {"weather"}),
         ):
-            constraint = encoder.constraint(Grammar(GrammarKind.LARK, text, "f"), None)
+            constraint = encoder.constraint(Grammar(GrammarKind.LARK, text, "f"), Reasoning.CLOSED)
             assert follows(encoder, constraint, f"<tool_call>{CALLS[parser]}</tool_call>"), parser
             assert not follows(encoder, constraint, f"<tool_call>{CALLS[parser].replace('2', 'two')}</tool_call>")

@@ -25,10 +25,12 @@ from service.core import (
     AdapterState,
     AnswerGrammar,
     Caller,
+    ChatEnd,
     Conflict,
     Delta,
     Disagreement,
     Doorkeeper,
+    EncodedChat,
     EngineStatus,
     Erased,
     Event,
@@ -46,6 +48,7 @@ from service.core import (
     PracticeState,
     Progress,
     Prompt,
+    Reasoning,
     RequestState,
     RequestStatus,
     RunState,
@@ -82,27 +85,31 @@ class Codepoints:
             tuple[Sequence[Mapping[str, object]], Sequence[Mapping[str, object]], Mapping[str, object]]
         ] = []
         """Messages, tools and options of every chat."""
+        self.ends: list[ChatEnd] = []
+        """How the prompt of every chat ends."""
 
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, object]],
         tools: Sequence[Mapping[str, object]] = (),
         options: Mapping[str, object] | None = None,
-    ) -> tuple[int, ...]:
+        end: ChatEnd = ChatEnd.NEW_TURN,
+    ) -> EncodedChat:
+        self.ends.append(end)
         self.chats.append((messages, tools, options or {}))
         tokens: list[int] = []
         for message in messages:
             tokens += [self.MARK, *self.encode_text(str(message["content"]))]
-        return (*tokens, self.MARK)
+        return EncodedChat((*tokens, self.MARK) if end is ChatEnd.NEW_TURN else tuple(tokens))
 
     def token_bytes(self, token: int) -> bytes:
         return character(token).encode()
 
-    def answer_reader(self, tools: Sequence[Mapping[str, object]], options: Mapping[str, object]) -> AnswerReader:
+    def answer_reader(self, tools: Sequence[Mapping[str, object]], reasoning: Reasoning) -> AnswerReader:
         states = STATES if tools else STATES_WITHOUT_TOOLS
         return AnswerReader(states.make_state("normal"), parse_tool_call, tools, "<tool_call>")
 
-    def constraint(self, grammar: Grammar, options: Mapping[str, object] | None) -> NamedGrammar:
+    def constraint(self, grammar: Grammar, reasoning: Reasoning) -> NamedGrammar:
         return NamedGrammar(f"{grammar.kind}: {grammar.source}")
 
     def call_grammar(
