@@ -6,13 +6,13 @@ from collections.abc import Collection, Mapping, Sequence
 from threading import Lock
 from typing import Any, cast
 
-from mlx_lm.generate import make_text_state_machine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers.models import BPE
 from transformers import AddedToken
 
 from service.core import BadRequest, ChatEnd, Constraint, EncodedChat, Grammar, GrammarKind, Reasoning
-from service.models.answer import AnswerReader
+from service.models.answer import NORMAL, REASONING, AnswerReader, transitions_of
+from service.models.call_syntax import syntax_of
 from service.models.calls import FORMATS, CallFormat, Markers, forced_calls, free_calls
 from service.models.grammar import Grammars
 from service.models.templates import ChatTemplate
@@ -59,18 +59,6 @@ def _drops(step: dict[str, Any]) -> bool:
     return step["type"] == "Split" and step["behavior"] == "Removed"
 
 
-class _WithoutTools:
-    """A tokenizer as one of a model that calls no tools: what a model writes that was given none is text."""
-
-    has_tool_calling = False
-
-    def __init__(self, tokenizer: TokenizerWrapper) -> None:
-        self._tokenizer = tokenizer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
-
-
 class TextEncoder:
     """core.Encoder over an mlx-lm tokenizer. Makes no MLX calls. Thread-safe: the tokenizer encodes under a lock.
 
@@ -88,8 +76,8 @@ class TextEncoder:
         ends = tokenizer.eos_token_ids if eos is None else eos
         self._template = ChatTemplate(tokenizer)
         self._grammars = Grammars(tokenizer, self.vocabulary, ends)
-        self._states = make_text_state_machine(tokenizer)
-        self._states_without_tools = make_text_state_machine(_WithoutTools(tokenizer))
+        self._transitions = transitions_of(tokenizer, tools=True)
+        self._transitions_without_tools = transitions_of(tokenizer, tools=False)
 
     def forget(self) -> None:
         """Drop what is stored of requests: compiled grammars, and words that the tokenizer remembers with their tokens."""
@@ -141,13 +129,12 @@ class TextEncoder:
     def answer_reader(self, tools: Sequence[Mapping[str, object]], reasoning: Reasoning) -> AnswerReader:
         """See core.Encoder."""
         tokenizer = self._tokenizer
-        state = "reasoning" if reasoning is Reasoning.OPEN else "normal"
-        start = tokenizer.tool_call_start or ""
-        machine, parser = self._states_without_tools, None
-        if tools:
-            known = FORMATS.get(tokenizer.tool_parser)
-            machine, parser = self._states, tokenizer.tool_parser if known is None else known.parse
-        return AnswerReader(machine.make_state(tokenizer.response_initial_state or state), parser, tools, start)
+        state = tokenizer.response_initial_state or (REASONING if reasoning is Reasoning.OPEN else NORMAL)
+        if not tools or not tokenizer.has_tool_calling:
+            return AnswerReader(self._transitions_without_tools, state, opening=tokenizer.think_start)
+        known = FORMATS.get(tokenizer.tool_parser)
+        syntax = syntax_of(tokenizer, None if known is None else known.parse)
+        return AnswerReader(self._transitions, state, syntax, tools, tokenizer.think_start)
 
     def constraint(self, grammar: Grammar, reasoning: Reasoning) -> Constraint:
         """See core.Encoder."""

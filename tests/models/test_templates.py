@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tool_parsers import json_tools
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
@@ -71,8 +72,10 @@ def encoder_of(template: str | Mapping[str, str]) -> TextEncoder:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", chat_template=template)
-    call = {"tool_call_start": "<tool_call>", "tool_call_end": "</tool_call>", "tool_parser": json.loads}
-    return TextEncoder(TokenizerWrapper(fast, **call))
+    marks = ("<tool_call>", "</tool_call>")
+    return TextEncoder(
+        TokenizerWrapper(fast, tool_call_start=marks[0], tool_call_end=marks[1], tool_parser=json_tools.parse_tool_call)
+    )
 
 
 def said(role: str, content: str, **more: object) -> dict[str, object]:

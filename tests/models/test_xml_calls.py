@@ -10,12 +10,13 @@ from typing import Any, cast
 
 import fastjsonschema
 import pytest
-from mlx_lm.tool_parsers import minimax_m2, qwen3_coder
+from mlx_lm.tool_parsers import qwen3_coder
 from mlx_lm.utils import load_tokenizer
 
 from service.core import BadRequest, Constraint, Grammar, GrammarKind, PieceKind, Reasoning
 from service.models.calls import FORMATS, Markers, forced_calls, free_calls
 from service.models.parameter_schemas import forms
+from service.models.tagged_calls import GLM, MINIMAX
 from service.models.text import TextEncoder
 from service.models.tokens import token_table
 from service.models.xml_calls import XmlCalls
@@ -385,7 +386,7 @@ def test_another_format_is_an_entry_of_the_table(encoder: TextEncoder) -> None:
         value_end="</parameter>",
         separator="\n",
         call_end="</invoke>\n",
-        lenient=minimax_m2.parse_tool_call,
+        lenient=MINIMAX.parse,
     )
     glm = XmlCalls(
         call="{}\n",
@@ -393,11 +394,11 @@ def test_another_format_is_an_entry_of_the_table(encoder: TextEncoder) -> None:
         value_end="</arg_value>",
         separator="\n",
         call_end="",
-        lenient=qwen3_coder.parse_tool_call,
+        lenient=GLM.parse,
     )
     markers = Markers.of(*MARKERS, token_table(encoder._tokenizer))
     for format, parser in ((minimax, "minimax_m2"), (glm, "glm47"), (OURS, "qwen3_coder")):
-        assert format._parsed(CALLS[parser], TOOLS) == {"name": "weather", "arguments": WANTED}
+        assert format.parse_exactly(CALLS[parser], TOOLS) == [{"name": "weather", "arguments": WANTED}]
         for text in (
             forced_calls(format, markers, TOOLS, several=True),
             free_calls(format, markers, TOOLS, {"weather"}),

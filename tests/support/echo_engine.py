@@ -13,8 +13,6 @@ from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
-from mlx_lm.generate import TextStateMachine
-from mlx_lm.tool_parsers.json_tools import parse_tool_call
 
 from service import core
 from service.api import Doors, Feed, Limits, ModelNames, build_api
@@ -64,6 +62,7 @@ from service.core import (
 from service.engine.ticket import Place
 from service.metrics import Metrics
 from service.models.answer import AnswerReader
+from service.models.call_syntax import CallSyntax, json_calls
 from tests.support.scraped import scraped
 from tests.support.waiting import until
 
@@ -106,8 +105,12 @@ class Codepoints:
         return character(token).encode()
 
     def answer_reader(self, tools: Sequence[Mapping[str, object]], reasoning: Reasoning) -> AnswerReader:
-        states = STATES if tools else STATES_WITHOUT_TOOLS
-        return AnswerReader(states.make_state("normal"), parse_tool_call, tools, "<tool_call>")
+        reasoning_marks = {"reasoning": [("</think>", "normal")]}
+        opening = ("<think>", "reasoning")
+        if not tools:
+            return AnswerReader({"normal": [opening], **reasoning_marks}, "normal")
+        states = {"normal": [opening, ("<tool_call>", "tool")], **reasoning_marks}
+        return AnswerReader(states, "normal", SYNTAX, tools)
 
     def constraint(self, grammar: Grammar, reasoning: Reasoning) -> NamedGrammar:
         return NamedGrammar(f"{grammar.kind}: {grammar.source}")
@@ -129,17 +132,7 @@ class Codepoints:
         return tuple(tuple(map(ord, spaced)) for spaced in (word, f" {word}") if spaced)
 
 
-STATES = TextStateMachine(
-    {
-        "normal": [("<think>", "reasoning"), ("<tool_call>", "tool")],
-        "reasoning": [("</think>", "normal")],
-        "tool": [("</tool_call>", "normal")],
-    }
-)
-
-STATES_WITHOUT_TOOLS = TextStateMachine(
-    {"normal": [("<think>", "reasoning")], "reasoning": [("</think>", "normal")]},
-)
+SYNTAX = CallSyntax("json_tools", "<tool_call>", "</tool_call>", json_calls)
 
 
 @dataclass
