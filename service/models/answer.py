@@ -47,9 +47,10 @@ def transitions_of(tokenizer: TokenizerWrapper, *, tools: bool) -> dict[str, lis
     found: dict[str, list[tuple[str, str]]] = {NORMAL: []}
     start = tokenizer.tool_call_start
     formats = tokenizer.response_transitions
-    if tokenizer.has_thinking:
-        found[NORMAL].append((tokenizer.think_start, REASONING))
-        found[REASONING] = [(tokenizer.think_end, NORMAL)]
+    opening, closing = tokenizer.think_start, tokenizer.think_end
+    if opening is not None and closing is not None:
+        found[NORMAL].append((opening, REASONING))
+        found[REASONING] = [(closing, NORMAL)]
     if tools and start is not None:
         # A response format with calls of its own says where they begin.
         if not any(state == TOOL for marks in formats.values() for _, state in marks):

@@ -21,13 +21,15 @@ SPACE = re.compile(r"\s*")
 NAME = re.compile(r"[\w.:/-]+")
 QUOTED = re.compile(r"\"[^\"\n]*\"?|'[^'\n]*'?|[^\s\"'<>]+")
 END = re.compile(r"\Z")
+_GLM = [[SPACE, NAME, SPACE, "<arg_key>"], [SPACE, NAME, SPACE, "{"], [SPACE, "{"], [SPACE, NAME, SPACE, END]]
 BEGINNINGS: Mapping[str, Sequence[Sequence[str | re.Pattern[str]]]] = {
     "json_tools": [[SPACE, "{", SPACE, '"'], [SPACE, "[", SPACE, "{", SPACE, '"']],
     "qwen3_coder": [[SPACE, "<function", SPACE, "="]],
     "minimax_m2": [[SPACE, "<invoke", SPACE, "name", SPACE, "="]],
     "minicpm5": [[SPACE, QUOTED, SPACE, ">"]],
     "muse_spark": [[SPACE, "<atem:invoke"]],
-    "glm47": [[SPACE, NAME, SPACE, "<arg_key>"], [SPACE, NAME, SPACE, "{"], [SPACE, "{"], [SPACE, NAME, SPACE, END]],
+    "glm47": _GLM,
+    "laguna": _GLM,
     "longcat": [[SPACE, NAME, SPACE, "<longcat_arg_key>"], [SPACE, "{"], [SPACE, NAME, SPACE, END]],
     "kimi_k2": [[SPACE, "<|tool_call_begin|>"], [SPACE, NAME, SPACE, "<|tool_call_argument_begin|>"]],
     "kimi_k3": [[SPACE, "<|open|>call"]],
@@ -38,7 +40,6 @@ BEGINNINGS: Mapping[str, Sequence[Sequence[str | re.Pattern[str]]]] = {
 }
 """What stands behind the marker of a call, by mlx-lm's parser: alternatives, each of them texts and classes in a row. Where
 anything else stands, the marker is only mentioned. Formats that are not here may begin with anything."""
-BEGINNINGS = {**BEGINNINGS, "laguna": BEGINNINGS["glm47"]}
 ARGUMENTS = ("arguments", "parameters", "args", "input")
 """What models call the arguments of a call."""
 MISTRAL_HEADER = re.compile(
@@ -82,7 +83,7 @@ class CallSyntax:
 
 def syntax_of(tokenizer: TokenizerWrapper, parser: ToolParser | None = None) -> CallSyntax:
     """How a model writes calls. parser: of this server's own for it."""
-    given = tokenizer.tool_parser
+    given = cast("ToolParser", tokenizer.tool_parser)
     name = given.__module__.rpartition(".")[2]
     if parser is None:
         parser = TAGGED[name].parse if name in TAGGED else given
