@@ -21,11 +21,14 @@ from service.core import (
     NOTHING_HIDDEN,
     BadRequest,
     Caller,
+    ChatEnd,
+    EncodedChat,
     Encoder,
     GenerationService,
     Grammar,
     HiddenTokens,
     Prompt,
+    Reasoning,
     Sampling,
 )
 from service.metrics import Metrics
@@ -37,12 +40,13 @@ MAX_COMPILERS = 32
 @dataclass(frozen=True, slots=True)
 class Chat:
     """A conversation as chat templates take it. tools: in the shape of OpenAI's chat route. options: further arguments of the
-    template. strict: names of tools whose arguments are to be valid."""
+    template. strict: names of tools whose arguments are to be valid. end: how the prompt ends."""
 
     messages: Sequence[Mapping[str, object]]
     tools: Sequence[Mapping[str, object]] = ()
     options: Mapping[str, object] = field(default_factory=dict[str, object])
     strict: frozenset[str] = frozenset()
+    end: ChatEnd = ChatEnd.NEW_TURN
 
     @property
     def user_messages(self) -> list[str]:
@@ -160,10 +164,11 @@ class Frontend:
         exchange = Exchange(self.metrics, self.mailbox, seconds, live=live, per_prompt=each)
         with ExitStack() as held:
             places = [held.enter_context(self.service.reserve()) for _ in range(len(asked) * each)]
-            prompts, made = await to_thread.run_sync(self._encoded, asked, each)
+            encoded, made = await to_thread.run_sync(self._encoded, asked, each)
+            prompts = [prompt for prompt, _ in encoded]
             if any(one.constrained for one in asked):
                 # On threads of their own: a grammar may take seconds, and other routes need theirs meanwhile.
-                prompts = await to_thread.run_sync(self._constrained, prompts, asked, exchange, limiter=self.compilers)
+                prompts = await to_thread.run_sync(self._constrained, encoded, asked, exchange, limiter=self.compilers)
             salt = "" if self.share or caller.key is None else caller.key
             prompts = [replace(prompt, api_key=caller.key, cache_salt=salt) for prompt in prompts]
             several = [_answer_number(prompt, i) for prompt in prompts for i in range(each)]
@@ -185,22 +190,25 @@ class Frontend:
             field="n" if each > 1 else asked[0].prompt_field,
         )
 
-    def _encoded(self, asked: Sequence[Asked], each: int) -> tuple[list[Prompt], list[Answer]]:
-        """The prompts, and their answers before anything of them is there. Waits for the tokenizer."""
-        prompts = [to_prompt(one, self.encoder, self.limits, self.openings, self.defaults) for one in asked]
-        return prompts, [self._answer(one) for one in asked for _ in range(each)]
+    def _encoded(self, asked: Sequence[Asked], each: int) -> tuple[list[tuple[Prompt, Reasoning]], list[Answer]]:
+        """The prompts with what they have done about reasoning, and their answers before anything of them is there. Waits for
+        the tokenizer."""
+        found = [to_prompt(one, self.encoder, self.limits, self.openings, self.defaults) for one in asked]
+        answers = [self._answer(one, how) for one, (_, how) in zip(asked, found, strict=True) for _ in range(each)]
+        return found, answers
 
-    def _constrained(self, prompts: Sequence[Prompt], asked: Sequence[Asked], exchange: Exchange) -> list[Prompt]:
+    def _constrained(
+        self, encoded: Sequence[tuple[Prompt, Reasoning]], asked: Sequence[Asked], exchange: Exchange
+    ) -> list[Prompt]:
         """The same prompts with their constraints, compiled where that was not done before. Raises BadRequest."""
         found: list[Prompt] = []
         names: dict[str, None] = {}
-        for prompt, one in zip(prompts, asked, strict=True):
+        for (prompt, reasoning), one in zip(encoded, asked, strict=True):
             grammar = _grammar(one, self.encoder)
             if grammar is None:
                 found.append(prompt)
                 continue
-            options = one.prompt.options if isinstance(one.prompt, Chat) and one.split else None
-            constraint = self.encoder.constraint(grammar, options)
+            constraint = self.encoder.constraint(grammar, reasoning)
             found.append(replace(prompt, constraint=constraint))
             names |= dict.fromkeys(f"{grammar.field}.{name}" for name in constraint.unenforced)
         if names and self.strict:
@@ -210,11 +218,11 @@ class Frontend:
         exchange.unenforced = list(names)
         return found
 
-    def _answer(self, asked: Asked) -> Answer:
+    def _answer(self, asked: Asked, reasoning: Reasoning) -> Answer:
         chat = asked.prompt
         if not asked.split or not isinstance(chat, Chat):
             return Answer(None)
-        return Answer(self.encoder.answer_reader(chat.tools, chat.options))
+        return Answer(self.encoder.answer_reader(chat.tools, reasoning))
 
 
 def _answer_number(prompt: Prompt, index: int) -> Prompt:
@@ -252,13 +260,17 @@ def _too_long(asked: Asked, reason: str, tokens: int, limits: Limits) -> Context
     return ContextExceeded(message, asked.prompt_field, prompt_tokens=tokens, limit=limit)
 
 
-def to_prompt(asked: Asked, encoder: Encoder, limits: Limits, openings: Openings, defaults: Sampling) -> Prompt:
-    """What is asked as the engine takes it, encoded, without its constraint. defaults: the model's own sampling. Raises
+def to_prompt(
+    asked: Asked, encoder: Encoder, limits: Limits, openings: Openings, defaults: Sampling
+) -> tuple[Prompt, Reasoning]:
+    """What is asked as the engine takes it, encoded, without its constraint, and how its answer begins. defaults: the model's
+    own sampling. Raises
     BadRequest naming the field that cannot be served."""
     wanted, name = asked.max_tokens, asked.max_tokens_field
     if wanted is not None and wanted > limits.max_tokens and not asked.capped:
         raise BadRequest(f"{name} is {limits.max_tokens} at most", field=name)
-    tokens = _encode(asked, encoder)
+    encoded = _encode(asked, encoder)
+    tokens, reasoning = encoded.tokens, encoded.reasoning if asked.split else Reasoning.CLOSED
     left = limits.max_context - len(tokens)
     if left < 1:
         reason = f"{len(tokens)} tokens leave no room in a context of {limits.max_context}"
@@ -272,7 +284,7 @@ def to_prompt(asked: Asked, encoder: Encoder, limits: Limits, openings: Openings
         raise BadRequest(f"min_tokens is {most} at most here: the answer may have no more tokens", field="min_tokens")
     if any(token >= encoder.vocabulary for token in sampling.stop_token_ids):
         raise BadRequest(f"token ids are below {encoder.vocabulary}", field="stop_token_ids")
-    return Prompt(
+    prompt = Prompt(
         tokens,
         sampling,
         domain=asked.domain,
@@ -286,6 +298,7 @@ def to_prompt(asked: Asked, encoder: Encoder, limits: Limits, openings: Openings
         prediction=encoder.encode_answer(asked.prediction[: limits.max_prompt_bytes]) if asked.prediction else (),
         hidden=_hidden(asked, encoder),
     )
+    return prompt, reasoning
 
 
 def _hidden(asked: Asked, encoder: Encoder) -> HiddenTokens:
@@ -341,20 +354,24 @@ def _first_user(asked: Asked, openings: Openings) -> str:
             return ""
 
 
-def _encode(asked: Asked, encoder: Encoder) -> tuple[int, ...]:
+def _encode(asked: Asked, encoder: Encoder) -> EncodedChat:
     match asked.prompt:
         case Chat() as chat:
-            return _known(encoder.encode_chat(chat.messages, chat.tools, chat.options), asked, encoder)
+            encoded = encode_chat(chat, encoder, asked.prompt_field)
+            _check_known(encoded.tokens, asked, encoder)
+            return encoded
         case str() as text:
-            return _known(encoder.encode_text(text), asked, encoder)
+            encoded = EncodedChat(encoder.encode_text(text))
+            _check_known(encoded.tokens, asked, encoder)
+            return encoded
         case tokens:
             if any(not 0 <= token < encoder.vocabulary for token in tokens):
                 raise BadRequest(f"token ids are below {encoder.vocabulary}", field=asked.prompt_field)
-            return tuple(tokens)
+            return EncodedChat(tuple(tokens))
 
 
-def _known(tokens: tuple[int, ...], asked: Asked, encoder: Encoder) -> tuple[int, ...]:
-    """The same tokens. Raises BadRequest where the model lacks one: some tokenizers have more than their model."""
+def _check_known(tokens: tuple[int, ...], asked: Asked, encoder: Encoder) -> None:
+    """Raises BadRequest for a token that the model lacks: some tokenizers have more than their model."""
     for token in tokens:
         if token >= encoder.vocabulary:
             name = encoder.token_bytes(token).decode("utf-8", "replace")
@@ -363,4 +380,13 @@ def _known(tokens: tuple[int, ...], asked: Asked, encoder: Encoder) -> tuple[int
                 f"{encoder.vocabulary}",
                 field=asked.prompt_field,
             )
-    return tokens
+
+
+def encode_chat(chat: Chat, encoder: Encoder, field: str = "messages") -> EncodedChat:
+    """The prompt of a chat. field: the name of the messages in the request, for errors. Raises BadRequest."""
+    try:
+        return encoder.encode_chat(chat.messages, chat.tools, chat.options, chat.end)
+    except BadRequest as error:
+        if error.field == "messages":
+            error.field = field
+        raise

@@ -116,8 +116,7 @@ def template_options(
         options.setdefault("enable_thinking", thinks)
     if effort is not None:
         options.setdefault("reasoning_effort", effort)
-        if effort == "none":
-            options.setdefault("enable_thinking", False)
+        options.setdefault("enable_thinking", effort != "none")
     return options
 
 

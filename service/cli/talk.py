@@ -67,7 +67,7 @@ def _load(config: Config, target: str | None, draft: str | None, k: int | None) 
     def say(messages: Sequence[dict[str, str]], sampling: Sampling, on_delta: Callable[[Delta], None]) -> Finished:
         text = TextStream(streaming_detokenizer(pair.target.tokenizer), sampling.stop)
         hidden = encoder.hidden_tokens(split=False, tools=False, stop=sampling.stop)
-        row = Request("0", Prompt(encoder.encode_chat(messages), sampling, hidden=hidden), pair.eos, text)
+        row = Request("0", Prompt(encoder.encode_chat(messages).tokens, sampling, hidden=hidden), pair.eos, text)
         decoder.admit(row)
         while row.finish is None:
             for delta in decoder.round().deltas:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum
 from typing import Protocol, Self
 
 from service.core.access import Caller
@@ -159,6 +159,32 @@ class Piece:
     call: ToolCall | None = None
 
 
+class ChatEnd(Enum):
+    """How the prompt of a chat ends. NEW_TURN: the assistant's turn is opened. CONTINUED: the last message is left open, and
+    the answer goes on with it. CLOSED: the last message is ended, and no turn is opened."""
+
+    NEW_TURN = "new turn"
+    CONTINUED = "continued"
+    CLOSED = "closed"
+
+
+class Reasoning(Enum):
+    """What the prompt of a chat has done about reasoning: started it, left it to the model, or ended it (or the model has
+    none)."""
+
+    OPEN = "open"
+    FREE = "free"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedChat:
+    """The prompt of a chat. reasoning: how its answer begins."""
+
+    tokens: tuple[int, ...]
+    reasoning: Reasoning = Reasoning.CLOSED
+
+
 class AnswerReader(Protocol):
     """Splits the text of one answer, as it grows, into content, reasoning and tool calls. However the text is cut into parts,
     the pieces together are the same. Not thread-safe."""
@@ -186,9 +212,10 @@ class Encoder(Protocol):
         messages: Sequence[Mapping[str, object]],
         tools: Sequence[Mapping[str, object]] = (),
         options: Mapping[str, object] | None = None,
-    ) -> tuple[int, ...]:
-        """Messages of `role`, `content` and what else the model's chat template reads, with the assistant's turn opened. tools:
-        descriptions as OpenAI's chat route takes them. options: further arguments of the template. Raises BadRequest."""
+        end: ChatEnd = ChatEnd.NEW_TURN,
+    ) -> EncodedChat:
+        """The prompt of messages of `role`, `content` and what else the model's chat template reads. tools: descriptions as
+        OpenAI's chat route takes them. options: further arguments of the template. Raises BadRequest."""
         ...
 
     def encode_text(self, text: str) -> tuple[int, ...]:
@@ -207,8 +234,8 @@ class Encoder(Protocol):
         """The bytes that a token stands for."""
         ...
 
-    def answer_reader(self, tools: Sequence[Mapping[str, object]], options: Mapping[str, object]) -> AnswerReader:
-        """A reader of the answer to a chat that was encoded with these tools and options."""
+    def answer_reader(self, tools: Sequence[Mapping[str, object]], reasoning: Reasoning) -> AnswerReader:
+        """A reader of the answer to a chat with these tools, whose prompt has done this about reasoning."""
         ...
 
     def hidden_tokens(self, *, split: bool, tools: bool, stop: Sequence[str]) -> HiddenTokens:
@@ -216,9 +243,9 @@ class Encoder(Protocol):
         a reader looks for where the answer is split (with tools: of calls too, in which nothing is left out)."""
         ...
 
-    def constraint(self, grammar: Grammar, options: Mapping[str, object] | None) -> Constraint:
-        """What keeps an answer within a grammar. options: of the chat, in whose answer the grammar begins after the model's
-        reasoning; None: of a plain text. Raises BadRequest naming the grammar's field where it cannot be compiled."""
+    def constraint(self, grammar: Grammar, reasoning: Reasoning) -> Constraint:
+        """What keeps an answer within a grammar, which begins after the model's reasoning. reasoning: see EncodedChat; CLOSED
+        for a plain text. Raises BadRequest naming the grammar's field where it cannot be compiled."""
         ...
 
     @property

@@ -52,4 +52,4 @@ def read_prompts(path: Path, *, domain: str | None = None, limit: int | None = N
 def encode_prompts(pair: Pair, lines: Sequence[PromptLine]) -> list[tuple[int, ...]]:
     """Token ids of each prompt as a chat of one user turn, in the target's template."""
     encoder = TextEncoder(pair.target.tokenizer)
-    return [encoder.encode_chat([{"role": "user", "content": line.prompt}]) for line in lines]
+    return [encoder.encode_chat([{"role": "user", "content": line.prompt}]).tokens for line in lines]

@@ -1,88 +1,214 @@
-"""Splits a model's answer into text, reasoning and tool calls, by mlx-lm's own text state machine and tool parsers."""
+"""Splits a model's answer into text, reasoning and tool calls, by the markers of mlx-lm's tokenizers."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
-from mlx_lm.generate import TextStateMachine
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from service.core import Piece, PieceKind, ToolCall
 
-ToolParser = Callable[[str, Any], Any]
-"""mlx-lm's: the text between the markers of a call, and the tools; one call or several, as dictionaries."""
+NORMAL, REASONING, TOOL = "normal", "reasoning", "tool"
+"""States of an answer. A model's response format may have others, whose text is not shown."""
+Transitions = Mapping[str, Sequence[tuple[str, str]]]
+"""By state: markers, and the state that follows each."""
+
+
+class Unfinished(ValueError):
+    """A call goes on behind what looks like its end."""
+
+
+class CallSyntax(Protocol):
+    """How a model writes calls."""
+
+    @property
+    def start(self) -> str:
+        """The marker before a call."""
+        ...
+
+    @property
+    def end(self) -> str:
+        """The marker behind it; "": none."""
+        ...
+
+    def may_begin(self, text: str) -> bool:
+        """Whether what stands behind a marker may become a call."""
+        ...
+
+    def read(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[list[ToolCall], str]:
+        """The calls in the text between two markers, and what follows them where there is no marker behind. Raises ValueError
+        where it is no call, and Unfinished where more text may make it one."""
+        ...
+
+
+def transitions_of(tokenizer: TokenizerWrapper, *, tools: bool) -> dict[str, list[tuple[str, str]]]:
+    """How the answers of a model are divided. tools: calls are looked for."""
+    found: dict[str, list[tuple[str, str]]] = {NORMAL: []}
+    start = tokenizer.tool_call_start
+    formats = tokenizer.response_transitions
+    opening, closing = tokenizer.think_start, tokenizer.think_end
+    if opening is not None and closing is not None:
+        found[NORMAL].append((opening, REASONING))
+        found[REASONING] = [(closing, NORMAL)]
+    if tools and start is not None:
+        # A response format with calls of its own says where they begin.
+        if not any(state == TOOL for marks in formats.values() for _, state in marks):
+            found[NORMAL].append((start, TOOL))
+        if REASONING in found:
+            found[REASONING].append((start, TOOL))
+    found[NORMAL] += [(marker, NORMAL) for marker in tokenizer.structural_markers]
+    for state, marks in formats.items():
+        found.setdefault(state, []).extend(marks)
+    return found
 
 
 class AnswerReader:
-    """core.AnswerReader. state: the state machine's at the answer's start. parser: None for a model without tool calls. start:
-    the marker before a tool call, which a call that cannot be parsed becomes text with."""
+    """core.AnswerReader. state: at the answer's start. syntax: of calls; None: there are none. opening: the marker that opens
+    reasoning, which is text once the answer has said something."""
 
     def __init__(
-        self, state: tuple[Any, ...], parser: ToolParser | None, tools: Sequence[Mapping[str, object]], start: str
+        self,
+        transitions: Transitions,
+        state: str,
+        syntax: CallSyntax | None = None,
+        tools: Sequence[Mapping[str, object]] = (),
+        opening: str | None = None,
     ) -> None:
+        self._transitions = transitions
         self._state = state
-        self._parser = parser
+        self._syntax = syntax
         self._tools = [_with_parameters(tool) for tool in tools]
-        self._start = start
-        self._call: str | None = None
-        """The text so far of the call that is open."""
+        self._opening = opening
+        self._pending = ""
+        """Text that is not read yet: it may belong to a marker or to a call."""
+        self._around = (NORMAL, syntax.start if syntax is not None and state == TOOL else "")
+        """The state before the open call, and its marker."""
+        self._looked = 0
+        """How much of the open call holds no end of it."""
         self._blank: str | None = ""
         """White space at the start of a text, which sets calls apart; None: the text goes on."""
-        self._called = False
-        if state[0] == "tool":
-            self._call = ""
+        self._called = self._said = False
 
     def add(self, text: str) -> list[Piece]:
         """See core.AnswerReader."""
-        self._state, segments = TextStateMachine.split(self._state, text)
-        return self._pieces(segments)
+        self._pending += text
+        return self._read(ended=False, cut=False)
 
     def finish(self, cut: bool) -> list[Piece]:
         """See core.AnswerReader."""
-        self._state, rest, name = TextStateMachine.flush(self._state)
-        pieces = self._pieces([(name, rest)])
-        if self._call is not None:
-            # Formats without an end marker, and models that end their turn instead of writing it.
-            pieces += self._text(self._start + self._call) if cut else self._close(self._call)
-            self._call = None
+        pieces = self._read(ended=True, cut=cut)
         if self._blank and not self._called:
             pieces.append(Piece(PieceKind.TEXT, self._blank))
         return pieces
 
-    def _pieces(self, segments: Sequence[tuple[str | None, str]]) -> list[Piece]:
+    def _read(self, *, ended: bool, cut: bool) -> list[Piece]:
         pieces: list[Piece] = []
-        for state, text in segments:
-            if state == "tool":
-                self._call = (self._call or "") + text
+        while True:
+            if self._state == TOOL:
+                found = self._call(ended=ended, cut=cut)
+                if found is None:
+                    return pieces
+                pieces += found
                 continue
-            if self._call is not None:
-                pieces += self._close(self._call)
-                self._call = None
-            if text and state == "reasoning":
-                pieces.append(Piece(PieceKind.REASONING, text))
-            elif text and state == "normal":
-                pieces += self._text(text)
-        return pieces
+            marks = self._marks()
+            place = _first(self._pending, marks)
+            if place is None:
+                kept = 0 if ended else _withheld(self._pending, marks)
+                cut_at = len(self._pending) - kept
+                pieces += self._shown(self._pending[:cut_at])
+                self._pending = self._pending[cut_at:]
+                return pieces
+            at, marker, state = place
+            pieces += self._shown(self._pending[:at])
+            if marker == self._opening and state == REASONING and self._state == NORMAL and self._said:
+                # The text before the marker was the first that the answer says, so that the marker is only mentioned.
+                self._pending = self._pending[at:]
+                continue
+            self._pending = self._pending[at + len(marker) :]
+            if state == TOOL:
+                self._around, self._looked = (self._state, marker), 0
+            self._state = state
+            if state == TOOL and self._syntax is None:
+                pieces += self._mentioned()
+
+    def _marks(self) -> Sequence[tuple[str, str]]:
+        marks = self._transitions.get(self._state, ())
+        if self._state == NORMAL and self._said:
+            return [mark for mark in marks if mark != (self._opening, REASONING)]
+        return marks
+
+    def _call(self, *, ended: bool, cut: bool) -> list[Piece] | None:
+        """The call behind the marker; None: more text may complete it. What is no call is text, its marker too, and is read
+        again for markers that it holds."""
+        syntax = self._syntax
+        assert syntax is not None
+        while syntax.end and (at := self._pending.find(syntax.end, self._looked)) >= 0:
+            try:
+                calls, _ = syntax.read(self._pending[:at], self._tools)
+            except Unfinished:
+                self._looked = at + len(syntax.end)
+                continue
+            except Exception:  # noqa: BLE001  (parsers raise whatever their text makes Python raise)
+                return self._mentioned()
+            return self._closed(calls, self._pending[at + len(syntax.end) :])
+        if not syntax.may_begin(self._pending):
+            return self._mentioned()
+        if not ended:
+            self._looked = max(self._looked, len(self._pending) - len(syntax.end) + 1) if syntax.end else 0
+            return None
+        if not cut:
+            # Formats without an end marker, and models that end their turn instead of writing it.
+            try:
+                return self._closed(*syntax.read(self._pending, self._tools))
+            except Exception:  # noqa: BLE001  (as above)
+                pass
+        return self._mentioned()
+
+    def _mentioned(self) -> list[Piece]:
+        """The marker of a call as text."""
+        state, marker = self._around
+        self._state = state if state == REASONING else NORMAL
+        return self._shown(marker)
+
+    def _closed(self, calls: Sequence[ToolCall], rest: str) -> list[Piece]:
+        self._state, self._pending = NORMAL, rest
+        self._blank, self._called, self._said = "", True, False
+        return [Piece(PieceKind.CALL, call=call) for call in calls]
+
+    def _shown(self, text: str) -> list[Piece]:
+        if not text:
+            return []
+        if self._state == REASONING:
+            return [Piece(PieceKind.REASONING, text)]
+        return self._text(text) if self._state == NORMAL else []
 
     def _text(self, text: str) -> list[Piece]:
         """Text, of which white space alone is withheld until more follows."""
+        self._said = self._said or bool(text.strip())
         if self._blank is not None:
             text = self._blank + text
             self._blank = None if text.strip() else text
         return [Piece(PieceKind.TEXT, text)] if self._blank is None else []
 
-    def _close(self, text: str) -> list[Piece]:
-        """The calls that a text holds, or the text itself where it holds none."""
-        try:
-            parsed = self._parser(text, self._tools) if self._parser is not None else None
-            calls = [_tool_call(each) for each in (parsed if isinstance(parsed, list) else [parsed])]
-        except Exception:  # noqa: BLE001  (parsers raise whatever their text makes Python raise)
-            calls = []
-        if not calls:
-            return self._text(self._start + text)
-        self._blank, self._called = "", True
-        return [Piece(PieceKind.CALL, call=call) for call in calls]
+
+def _first(text: str, marks: Sequence[tuple[str, str]]) -> tuple[int, str, str] | None:
+    """Where the first marker stands, the marker, and the state behind it."""
+    found = [(at, marker, state) for marker, state in marks if (at := text.find(marker)) >= 0]
+    return min(found, key=lambda place: (place[0], len(place[1])), default=None)
+
+
+def _withheld(text: str, marks: Sequence[tuple[str, str]]) -> int:
+    """How many characters at a text's end may begin a marker."""
+    longest = max((len(marker) for marker, _ in marks), default=1) - 1
+    return next(
+        (
+            size
+            for size in range(min(longest, len(text)), 0, -1)
+            if any(marker.startswith(text[-size:]) for marker, _ in marks)
+        ),
+        0,
+    )
 
 
 def _with_parameters(tool: Mapping[str, object]) -> dict[str, Any]:
@@ -90,16 +216,3 @@ def _with_parameters(tool: Mapping[str, object]) -> dict[str, Any]:
     function = tool.get("function")
     assert isinstance(function, Mapping)
     return {**tool, "function": {"parameters": {"type": "object", "properties": {}}, **function}}
-
-
-def _tool_call(parsed: Any) -> ToolCall:
-    """Raises ValueError, TypeError or KeyError for what is not a call."""
-    name, arguments, id = parsed["name"], parsed.get("arguments"), parsed.get("id")
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments)
-    if not name or not isinstance(name, str) or not isinstance(arguments or {}, dict):
-        raise ValueError("not a tool call")
-    text = json.dumps(arguments or {}, ensure_ascii=False, allow_nan=False)
-    # Half of a surrogate pair cannot be sent: it raises here.
-    (name + text).encode()
-    return ToolCall(name, text, id if isinstance(id, str) and id else None)

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 from mlx_lm.tool_parsers import json_tools, qwen3_coder
 
 from service.core import BadRequest, Grammar, GrammarKind
-from service.models.answer import ToolParser
+from service.models.call_syntax import ToolParser, json_calls
 from service.models.grammar import JSON_STYLE
+from service.models.tagged_calls import QWEN
 from service.models.tokens import TokenTable
 from service.models.xml_calls import XmlCalls
 
@@ -56,7 +57,7 @@ class JsonCalls:
 
     def parse(self, text: str, tools: Any) -> Any:
         """See CallFormat."""
-        return json_tools.parse_tool_call(text, tools)
+        return json_calls(text)
 
 
 FORMATS: Mapping[ToolParser | None, CallFormat] = {
@@ -67,7 +68,7 @@ FORMATS: Mapping[ToolParser | None, CallFormat] = {
         value_end="\n</parameter>",
         separator="\n",
         call_end="</function>\n",
-        lenient=qwen3_coder.parse_tool_call,
+        lenient=QWEN.parse,
     ),
 }
 """The formats that have a grammar, by mlx-lm's parser."""

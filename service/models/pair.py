@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import load_config, load_tokenizer
+from mlx_lm.utils import load_config
 from mlx_lm.utils import load_model as load_weights
 
 from service.core import ModelError, PairError, Provenance, panics_as_errors
@@ -24,6 +24,7 @@ from service.models.arrays import named_arrays
 from service.models.fingerprint import model_fingerprint, tokenizer_fingerprint, vocabulary_fingerprint
 from service.models.model_files import check_files, one_line
 from service.models.rope import check_rope, context_length, with_rope_keys
+from service.models.templates import load_chat_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ def _unread(folder: Path) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
         check_rope(model, written)
         config = {name: value for name, value in config.items() if name not in replaced}
     with _as_model_error(f"the tokenizer of {folder} cannot be read"):
-        tokenizer = load_tokenizer(folder, eos_token_ids=config.get("eos_token_id"))
+        tokenizer = load_chat_tokenizer(folder, config.get("eos_token_id"))
         if not _vocabulary(tokenizer):
             raise ModelError(f"the tokenizer of {folder} has no tokens")
     if mx.default_device().type == mx.cpu:

@@ -1,7 +1,10 @@
-"""JSON schemas of single parameters: the forms that a value may take, and a schema apart from the document around it."""
+"""JSON schemas of parameters: the forms that a value may take, a schema apart from the document around it, and the value that a
+text between tags is."""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Mapping
 from typing import Any, cast
 from urllib.parse import unquote
@@ -167,3 +170,59 @@ def self_contained(schema: object, document: object) -> Schema:
         reference = waiting.pop()
         definitions[names[reference]] = copy(resolve(reference, document))
     return {**whole, "$defs": {**whole.get("$defs", {}), **definitions}} if definitions else whole
+
+
+def parameters_of(document: object) -> Schema:
+    """The schema of a function's parameters, without references around it. Raises ValueError where it is none."""
+    schema, passed = document, set[str]()
+    while isinstance(schema, Mapping):
+        found = dict(cast("Mapping[str, Any]", schema))
+        reference = found.pop("$ref", None)
+        if not isinstance(reference, str):
+            return found
+        if reference in passed:
+            break
+        passed.add(reference)
+        schema = {**resolve(reference, document), **found}
+    raise ValueError("their schema is none")
+
+
+def parameter_schema(schema: Schema, name: str) -> object:
+    """What the parameters' schema says of one of them."""
+    properties: Schema = schema.get("properties") or {}
+    return properties[name] if name in properties else schema.get("additionalProperties", True)
+
+
+def read_value(text: str, schema: object, document: object) -> Any:
+    """The value that a text between tags is. Raises ValueError for JSON that is broken, or of a type that is not allowed."""
+    found = forms(schema, document)
+    values = [value for form in found for value in form.get("enum", ())]
+    for value in sorted(values, key=lambda value: isinstance(value, str)):
+        if written(value) == text:
+            return value
+    types = {form["type"] for form in found if "enum" not in form}.union(*map(types_of, values))
+    try:
+        value = json.loads(text, parse_constant=_refuse, parse_float=_finite)
+    except (ValueError, RecursionError):
+        value = text
+    # White space around it is the string's.
+    is_json = not isinstance(value, str) and ("string" not in types or text == text.strip())
+    if is_json and types & types_of(value):
+        return value
+    if "string" not in types:
+        raise ValueError("a value of another type")
+    return text
+
+
+def written(value: object) -> str:
+    """A value as a model writes it between tags: texts as they are, others as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _refuse(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    """The number, limited to the range of floats: JSON has larger numbers, and no infinity that could be sent instead."""
+    return max(-sys.float_info.max, min(sys.float_info.max, float(text)))

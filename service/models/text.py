@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Mapping, Sequence
-from enum import Enum
 from functools import cached_property
 from threading import Lock
 from typing import Any, cast
 
-from jinja2 import TemplateError
-from mlx_lm.generate import make_text_state_machine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers.models import BPE
-from transformers import AddedToken, PreTrainedTokenizerBase
+from transformers import AddedToken
 
-from service.core import BadRequest, Constraint, Grammar, GrammarKind, HiddenTokens
-from service.models.answer import AnswerReader
+from service.core import BadRequest, ChatEnd, Constraint, EncodedChat, Grammar, GrammarKind, HiddenTokens, Reasoning
+from service.models.answer import NORMAL, REASONING, AnswerReader, transitions_of
+from service.models.call_syntax import syntax_of
 from service.models.calls import FORMATS, CallFormat, Markers, forced_calls, free_calls
 from service.models.grammar import Grammars
+from service.models.templates import ChatTemplate
 from service.models.tokens import part_steps, token_table
 
 LOSSLESS_STEPS = {"ByteLevel", "Digits", "Metaspace", "NFC", "Prepend", "Replace", "Split"}
 """Normalizers and pre-tokenizers (types of the tokenizers library) that drop no text. NFC may shorten it."""
-OWN_ARGUMENTS = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"}
-"""Arguments of apply_chat_template itself, which are not a request's to set."""
-MANY_OPTIONS = 64
 NFC_SHRINKS = 3
 """NFC shortens UTF-8 at most by this factor (three Hangul letters of 3 bytes become one syllable of 3)."""
 
@@ -65,26 +60,6 @@ def _drops(step: dict[str, Any]) -> bool:
     return step["type"] == "Split" and step["behavior"] == "Removed"
 
 
-class Reasoning(Enum):
-    """What a chat template has done about reasoning: started it, left it to the model, or ended it (or there is none)."""
-
-    OPEN = "open"
-    FREE = "free"
-    CLOSED = "closed"
-
-
-class _WithoutTools:
-    """A tokenizer as one of a model that calls no tools: what a model writes that was given none is text."""
-
-    has_tool_calling = False
-
-    def __init__(self, tokenizer: TokenizerWrapper) -> None:
-        self._tokenizer = tokenizer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
-
-
 class TextEncoder:
     """core.Encoder over an mlx-lm tokenizer. Makes no MLX calls. Thread-safe: the tokenizer encodes under a lock.
 
@@ -100,18 +75,15 @@ class TextEncoder:
         self._table = token_table(tokenizer)
         self.vocabulary = vocabulary or len(self._table)
         ends = tokenizer.eos_token_ids if eos is None else eos
-        self._generation_prompts: dict[str, list[int]] = {}
-        """By the template's options."""
+        self._template = ChatTemplate(tokenizer)
         self._grammars = Grammars(tokenizer, self.vocabulary, ends)
-        self._states = make_text_state_machine(tokenizer)
-        self._states_without_tools = make_text_state_machine(_WithoutTools(tokenizer))
+        self._transitions = transitions_of(tokenizer, tools=True)
+        self._transitions_without_tools = transitions_of(tokenizer, tools=False)
 
     def forget(self) -> None:
-        """Drop what is stored of requests: compiled grammars, options of templates, and words that the tokenizer remembers with
-        their tokens."""
+        """Drop what is stored of requests: compiled grammars, and words that the tokenizer remembers with their tokens."""
         self._grammars.forget()
         with self._lock:
-            self._generation_prompts.clear()
             model = getattr(getattr(self._tokenizer, "backend_tokenizer", None), "model", None)
             # Tokenizers of the BPE and Unigram kinds have such a cache, of 10,000 words.
             if (clear := getattr(model, "_clear_cache", None)) is not None:
@@ -122,29 +94,18 @@ class TextEncoder:
         messages: Sequence[Mapping[str, object]],
         tools: Sequence[Mapping[str, object]] = (),
         options: Mapping[str, object] | None = None,
-    ) -> tuple[int, ...]:
-        """Token ids of a chat by the model's chat template, with the generation prompt. Messages: `role`, `content` and what
-        else the template reads. tools: function descriptions in OpenAI's shape. options: further arguments of the template.
-
-        Raises BadRequest when the model has no chat template, when it has tools but the model's answers hold no calls that
-        mlx-lm can parse, or when the template refuses.
-        """
+        end: ChatEnd = ChatEnd.NEW_TURN,
+    ) -> EncodedChat:
+        """See core.Encoder. Raises BadRequest when the model has no chat template, when there are tools but the model's answers
+        hold no calls that mlx-lm can parse, and when the template refuses."""
         if not self._tokenizer.has_chat_template:
             raise BadRequest("this model has no chat template: send a prompt instead of messages", field="messages")
         if tools and not self._tokenizer.has_tool_calling:
             raise BadRequest("this model was not trained to call tools: its chat template has none", field="tools")
-        turns = [dict(message) for message in messages]
-        extra: dict[str, Any] = dict(options or {})
-        for name in sorted(OWN_ARGUMENTS & extra.keys()):
-            raise BadRequest(f"{name} is not an argument of the chat template", field="chat_template_kwargs")
-        if tools:
-            extra["tools"] = [dict(tool) for tool in tools]
-        try:
-            with self._lock:
-                tokens = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, **extra)
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
-            raise BadRequest(f"the model's chat template refuses these messages: {error}", field="messages") from error
-        return tuple(cast("list[int]", tokens))
+        text, reasoning = self._template.render(messages, tools, options or {}, end)
+        with self._lock:
+            tokens = cast("list[int]", self._tokenizer.encode(text, add_special_tokens=False))
+        return EncodedChat(tuple(tokens), reasoning)
 
     def encode_text(self, text: str) -> tuple[int, ...]:
         """Token ids of a completion prompt, with the tokenizer's leading special tokens; once, where the text begins with them,
@@ -186,16 +147,15 @@ class TextEncoder:
         # Without the lock, which a long prompt holds: the API's event loop calls this.
         return self._table[token]
 
-    def answer_reader(self, tools: Sequence[Mapping[str, object]], options: Mapping[str, object]) -> AnswerReader:
+    def answer_reader(self, tools: Sequence[Mapping[str, object]], reasoning: Reasoning) -> AnswerReader:
         """See core.Encoder."""
         tokenizer = self._tokenizer
-        state = "reasoning" if self._reasoning(options) is Reasoning.OPEN else "normal"
-        start = tokenizer.tool_call_start or ""
-        machine, parser = self._states_without_tools, None
-        if tools:
-            known = FORMATS.get(tokenizer.tool_parser)
-            machine, parser = self._states, tokenizer.tool_parser if known is None else known.parse
-        return AnswerReader(machine.make_state(tokenizer.response_initial_state or state), parser, tools, start)
+        state = tokenizer.response_initial_state or (REASONING if reasoning is Reasoning.OPEN else NORMAL)
+        if not tools or not tokenizer.has_tool_calling:
+            return AnswerReader(self._transitions_without_tools, state, opening=tokenizer.think_start)
+        known = FORMATS.get(tokenizer.tool_parser)
+        syntax = syntax_of(tokenizer, None if known is None else known.parse)
+        return AnswerReader(self._transitions, state, syntax, tools, tokenizer.think_start)
 
     def hidden_tokens(self, *, split: bool, tools: bool, stop: Sequence[str]) -> HiddenTokens:
         """See core.Encoder."""
@@ -212,11 +172,10 @@ class TextEncoder:
             frozenset(id for id, name in names.items() if not any(name in text for text in shown)), start, end
         )
 
-    def constraint(self, grammar: Grammar, options: Mapping[str, object] | None) -> Constraint:
+    def constraint(self, grammar: Grammar, reasoning: Reasoning) -> Constraint:
         """See core.Encoder."""
         tokenizer = self._tokenizer
         opening, closing = tokenizer.think_start_tokens or (), tokenizer.think_end_tokens or ()
-        reasoning = Reasoning.CLOSED if options is None else self._reasoning(options)
         if reasoning is Reasoning.OPEN:
             return self._grammars.constraint(grammar, closing=closing)
         if reasoning is Reasoning.CLOSED or len(opening) != 1:
@@ -251,27 +210,3 @@ class TextEncoder:
         assert start is not None
         assert end is not None
         return FORMATS[tokenizer.tool_parser], Markers.of(start, end, self._table, self.vocabulary)
-
-    def _reasoning(self, options: Mapping[str, object]) -> Reasoning:
-        """What the chat template says of reasoning where the assistant's turn begins."""
-        if not self._tokenizer.has_thinking:
-            return Reasoning.CLOSED
-        tokens = self._generation_prompt(options)
-        opened, closed = self._tokenizer.rfind_think_start(tokens), self._tokenizer.rfind_think_end(tokens)
-        return Reasoning.OPEN if opened > closed else Reasoning.CLOSED if closed >= 0 else Reasoning.FREE
-
-    def _generation_prompt(self, options: Mapping[str, object]) -> list[int]:
-        """What the template adds to a chat so that the assistant speaks: what users write is not in it."""
-        key = repr(sorted(options.items()))
-        if (known := self._generation_prompts.get(key)) is not None:
-            return known
-        turns, extra = [{"role": "user", "content": "."}], dict[str, Any](options)
-        with self._lock:
-            whole, turn = (
-                cast("list[int]", self._tokenizer.apply_chat_template(turns, add_generation_prompt=add, **extra))
-                for add in (True, False)
-            )
-        if len(self._generation_prompts) >= MANY_OPTIONS:
-            self._generation_prompts.clear()
-        self._generation_prompts[key] = found = whole[len(turn) :] if whole[: len(turn)] == turn else whole
-        return found

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 from service.core import BadRequest
-from service.models.answer import ToolParser
-from service.models.parameter_schemas import ANNOTATIONS, Schema, forms, resolve, self_contained, types_of
+from service.models.call_syntax import ToolParser
+from service.models.parameter_schemas import (
+    ANNOTATIONS,
+    Schema,
+    forms,
+    parameter_schema,
+    parameters_of,
+    read_value,
+    self_contained,
+    written,
+)
+from service.models.tagged_calls import parameters_by_name
 
 NAME = re.compile(r"[^<>\"\s](?:[^<>\"\n]*[^<>\"\s])?")
 """Names that can stand in a tag."""
@@ -53,7 +62,7 @@ class XmlCalls:
     separator: str
     call_end: str
     lenient: ToolParser
-    """mlx-lm's parser of the format, for answers that are not exactly in it."""
+    """A parser for answers that are not exactly in the format."""
 
     def rules(
         self, tools: Sequence[Mapping[str, Any]], style: Mapping[str, Any], end: str, bound: Collection[str]
@@ -85,31 +94,41 @@ class XmlCalls:
                 raise BadRequest(message, field="tools") from error
         return rules
 
-    def parse(self, text: str, tools: Any) -> dict[str, Any]:
-        """The call in the text between two markers, as mlx-lm's parsers return it. Types are those of the tool's schema."""
+    def parse(self, text: str, tools: Any) -> Any:
+        """The calls in the text between two markers, as mlx-lm's parsers return them. Types are those of the tool's schema."""
         try:
-            return self._parsed(text, tools)
+            return self.parse_exactly(text, tools)
         except (ValueError, TypeError, AttributeError):
             return self.lenient(text, tools)
 
-    def _parsed(self, text: str, tools: Any) -> dict[str, Any]:
-        head = self._head.match(text)
+    def parse_exactly(self, text: str, tools: Any) -> list[dict[str, Any]]:
+        """The calls in a text that is exactly in the format. Raises ValueError, and TypeError or AttributeError where a tool's
+        schema is none."""
+        calls: list[dict[str, Any]] = []
+        at = 0
+        while not calls or text[at:].strip():
+            call, at = self._parsed(text, at, tools)
+            calls.append(call)
+        return calls
+
+    def _parsed(self, text: str, at: int, tools: Any) -> tuple[dict[str, Any], int]:
+        head = self._head.match(text, at)
         if head is None:
             raise ValueError("no call")
         name, at = head[1], head.end()
-        function = next((tool["function"] for tool in tools or () if tool["function"]["name"] == name), {})
-        document = function.get("parameters") or {}
+        document = parameters_by_name(tools, name) or {}
         schema = parameters_of(document)
         arguments: dict[str, Any] = {}
         while (found := self._parameter.match(text, at)) is not None:
             key, value = found.groups()
             if self._next_parameter in value:
                 raise ValueError("a parameter does not end")
-            arguments[key] = read_value(value, _parameter_schema(schema, key), document)
+            arguments[key] = read_value(value, parameter_schema(schema, key), document)
             at = found.end()
-        if text[at:].strip() != self.call_end.strip():
+        end = self._end.match(text, at)
+        if end is None:
             raise ValueError("the call does not end")
-        return {"name": name, "arguments": arguments}
+        return {"name": name, "arguments": arguments}, end.end()
 
     @property
     def _next_parameter(self) -> str:
@@ -120,6 +139,10 @@ class XmlCalls:
     def _head(self) -> re.Pattern[str]:
         before, _, after = self.call.partition("{}")
         return re.compile(rf"\s*{re.escape(before.lstrip())}({NAME.pattern}?){re.escape(after)}")
+
+    @cached_property
+    def _end(self) -> re.Pattern[str]:
+        return re.compile(rf"\s*{re.escape(self.call_end.strip())}")
 
     @cached_property
     def _parameter(self) -> re.Pattern[str]:
@@ -152,7 +175,7 @@ class _Call:
         for j, key in enumerate(dict.fromkeys([*properties, *required])):
             rule, needed = f"{self.rule}_{j}", key in required
             before = _literal(self.format.parameter.replace("{}", _name(key)))
-            written = self._parameter_rules(rule, before, _parameter_schema(schema, key))
+            written = self._parameter_rules(rule, before, parameter_schema(schema, key))
             if not written and needed:
                 raise ValueError(f"{key} is required, and no value of it is valid")
             if written:
@@ -192,7 +215,7 @@ class _Call:
         for form in found:
             if (limits := sorted(form.keys() & COMBINING)) and ("enum" in form or form["type"] == "string"):
                 raise ValueError(f"a string has {limits[0]}")
-        texts = dict.fromkeys(map(_written, values))
+        texts = dict.fromkeys(map(written, values))
         options = [
             _literal(text + self.format.value_end) for text in texts if not any(f in text for f in self.forbidden)
         ]
@@ -221,61 +244,6 @@ class _Call:
     def _json(self, schema: object) -> str:
         whole = self_contained(schema, self.document) | {"x-guidance": self.style}
         return json.dumps(whole)
-
-
-def parameters_of(document: object) -> Schema:
-    """The schema of a function's parameters, without references around it. Raises ValueError where it is none."""
-    schema, passed = document, set[str]()
-    while isinstance(schema, Mapping):
-        found = dict(cast("Mapping[str, Any]", schema))
-        reference = found.pop("$ref", None)
-        if not isinstance(reference, str):
-            return found
-        if reference in passed:
-            break
-        passed.add(reference)
-        schema = {**resolve(reference, document), **found}
-    raise ValueError("their schema is none")
-
-
-def _parameter_schema(schema: Schema, name: str) -> object:
-    """What the parameters' schema says of one of them."""
-    properties: Schema = schema.get("properties") or {}
-    return properties[name] if name in properties else schema.get("additionalProperties", True)
-
-
-def read_value(text: str, schema: object, document: object) -> Any:
-    """The value that a text between tags is. Raises ValueError for JSON that is broken, or of a type that is not allowed."""
-    found = forms(schema, document)
-    values = [value for form in found for value in form.get("enum", ())]
-    for value in sorted(values, key=lambda value: isinstance(value, str)):
-        if _written(value) == text:
-            return value
-    types = {form["type"] for form in found if "enum" not in form}.union(*map(types_of, values))
-    try:
-        value = json.loads(text, parse_constant=_refuse, parse_float=_finite)
-    except (ValueError, RecursionError):
-        value = text
-    # White space around it is the string's.
-    is_json = not isinstance(value, str) and ("string" not in types or text == text.strip())
-    if is_json and types & types_of(value):
-        return value
-    if "string" not in types:
-        raise ValueError("a value of another type")
-    return text
-
-
-def _written(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _refuse(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _finite(text: str) -> float:
-    """The number, limited to the range of floats: JSON has larger numbers, and no infinity that could be sent instead."""
-    return max(-sys.float_info.max, min(sys.float_info.max, float(text)))
 
 
 def _name(name: str) -> str:

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from service.api.asking import Limits
+from service.core import EncodedChat
 from tests.support.echo_engine import LIMITS, Codepoints, EchoEngine, EchoServer, FailingEncoder
 
 MESSAGES, COUNT, CHAT = "/v1/messages", "/v1/messages/count_tokens", "/v1/chat/completions"
@@ -31,7 +32,7 @@ def shaped(response: httpx.Response, status: int, kind: str) -> dict[str, Any]:
 class FailingChats(FailingEncoder):
     """Fails at every chat."""
 
-    def encode_chat(self, *args: Any, **more: Any) -> tuple[int, ...]:
+    def encode_chat(self, *args: Any, **more: Any) -> EncodedChat:
         raise ValueError("cannot encode")
 
 

@@ -95,11 +95,39 @@ def test_turns_of_every_kind(server: EchoServer, http: httpx.Client) -> None:
         },
         {"role": "tool", "tool_call_id": "c1", "content": "12"},
         {"role": "tool", "tool_call_id": "c2", "content": ""},
-        {"role": "user", "content": "d"},
         {"role": "tool", "tool_call_id": "c3", "content": "13"},
+        {"role": "user", "content": "d"},
     ]
     function = {"name": "now", "parameters": {"type": "object"}, "description": "The time."}
     assert tools == [{"type": "function", "function": function}]
+
+
+def test_neighbouring_messages_of_one_role_are_one(server: EchoServer, http: httpx.Client) -> None:
+    call = {"type": "tool_use", "id": "c1", "name": "now", "input": {}}
+    messages: list[dict[str, object]] = [
+        {"role": "user", "content": "a"},
+        {"role": "user", "content": [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]},
+        {"role": "assistant", "content": "d"},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": "e"},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "f"}]},
+        {"role": "user", "content": ""},
+        {"role": "user", "content": "g"},
+    ]
+    for path in (MESSAGES, f"{MESSAGES}/count_tokens"):
+        more = {"max_tokens": 9} if path == MESSAGES else {}
+        assert http.post(path, json={"messages": messages, "tools": [TOOL], **more}).status_code == 200
+        function = {"name": "now", "arguments": {}}
+        assert server.encoder.chats[-1][0] == [
+            {"role": "user", "content": "a\n\nbc"},
+            {
+                "role": "assistant",
+                "content": "d",
+                "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+            },
+            {"role": "tool", "tool_call_id": "c1", "content": "f"},
+            {"role": "user", "content": "e\n\ng"},
+        ]
 
 
 def test_a_stream_carries_the_same_as_the_json_answer(http: httpx.Client) -> None:

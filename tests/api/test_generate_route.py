@@ -111,12 +111,15 @@ def test_prompts_and_messages_are_encoded_correctly(server: EchoServer, http: ht
         {"role": "user", "content": "second"},
     ]
     assert http.post("/generate", json={"messages": turns}).status_code == 200
-    assert server.engine.tickets[-1].prompt.tokens == server.encoder.encode_chat(turns)
+    assert server.engine.tickets[-1].prompt.tokens == server.encoder.encode_chat(turns).tokens
     assert server.engine.tickets[-1].prompt.first_user == "first"
     assert http.post("/generate", json={"prompt": "plain", "chat_template": False}).status_code == 200
     assert server.engine.tickets[-1].prompt.tokens == server.encoder.encode_text("plain")
     assert http.post("/generate", json={"prompt": "turn"}).status_code == 200
-    assert server.engine.tickets[-1].prompt.tokens == server.encoder.encode_chat([{"role": "user", "content": "turn"}])
+    assert (
+        server.engine.tickets[-1].prompt.tokens
+        == server.encoder.encode_chat([{"role": "user", "content": "turn"}]).tokens
+    )
 
 
 def test_without_max_tokens_the_answer_fills_the_context(server: EchoServer, http: httpx.Client) -> None:

@@ -13,7 +13,7 @@ import fastjsonschema
 import httpx
 import pytest
 
-from service.core import Sampling
+from service.core import BadRequest, ChatEnd, EncodedChat, Reasoning, Sampling
 from service.models.answer import AnswerReader
 from tests.support.echo_engine import LIMITS, Codepoints, EchoEngine, EchoServer
 
@@ -662,17 +662,18 @@ class WatchedEncoder(Codepoints):
         messages: Sequence[Mapping[str, object]],
         tools: Sequence[Mapping[str, object]] = (),
         options: Mapping[str, object] | None = None,
-    ) -> tuple[int, ...]:
+        end: ChatEnd = ChatEnd.NEW_TURN,
+    ) -> EncodedChat:
         self._note("encode_chat")
-        return super().encode_chat(messages, tools, options)
+        return super().encode_chat(messages, tools, options, end)
 
     def encode_text(self, text: str) -> tuple[int, ...]:
         self._note("encode_text")
         return super().encode_text(text)
 
-    def answer_reader(self, tools: Sequence[Mapping[str, object]], options: Mapping[str, object]) -> AnswerReader:
+    def answer_reader(self, tools: Sequence[Mapping[str, object]], reasoning: Reasoning) -> AnswerReader:
         self._note("answer_reader")
-        return super().answer_reader(tools, options)
+        return super().answer_reader(tools, reasoning)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -716,7 +717,7 @@ def test_a_response(server: EchoServer, http: httpx.Client) -> None:
     messages, tools, options = server.encoder.chats[-1]
     assert messages == [{"role": "system", "content": "i"}, {"role": "user", "content": "hé"}]
     assert tools == [TOOL]
-    assert options == {"reasoning_effort": "low"}
+    assert options == {"reasoning_effort": "low", "enable_thinking": True}
 
 
 def test_the_items_of_an_input_become_turns(server: EchoServer, http: httpx.Client) -> None:
@@ -861,3 +862,63 @@ def test_the_document_says_which_fields_exclude_each_other(
     else:
         with pytest.raises(fastjsonschema.JsonSchemaException):
             validate(body)
+
+
+# ---------------------------------------------------------------------------------------------------- ends of the prompt
+
+
+@pytest.mark.parametrize(
+    ("fields", "end"),
+    [
+        ({}, ChatEnd.NEW_TURN),
+        ({"add_generation_prompt": True, "continue_final_message": False}, ChatEnd.NEW_TURN),
+        ({"add_generation_prompt": None}, ChatEnd.NEW_TURN),
+        ({"add_generation_prompt": False}, ChatEnd.CLOSED),
+        ({"add_generation_prompt": False, "continue_final_message": True}, ChatEnd.CONTINUED),
+        ({"continue_final_message": True}, ChatEnd.CONTINUED),
+    ],
+)
+def test_the_prompt_of_a_chat_ends_as_vllm_has_it(
+    server: EchoServer, http: httpx.Client, fields: dict[str, object], end: ChatEnd
+) -> None:
+    response = http.post(CHAT, json={"messages": [{"role": "user", "content": "a"}], **fields})
+    assert response.status_code == 200
+    assert "x-redraft-ignored" not in response.headers
+    assert server.encoder.ends[-1] is end
+
+
+def test_a_prompt_has_one_end(http: httpx.Client) -> None:
+    both = {"add_generation_prompt": True, "continue_final_message": True}
+    response = http.post(CHAT, json={"messages": [{"role": "user", "content": "a"}], **both})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "continue_final_message"
+    assert "cannot both be true" in error["message"]
+
+
+class Refusing(Codepoints):
+    """An encoder whose template takes no chat."""
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]] = (),
+        options: Mapping[str, object] | None = None,
+        end: ChatEnd = ChatEnd.NEW_TURN,
+    ) -> EncodedChat:
+        raise BadRequest("the model's chat template refuses these messages: no", field="messages")
+
+
+def test_a_refusal_of_the_template_names_the_request_s_own_field() -> None:
+    asked = [{"role": "user", "content": "a"}]
+    with EchoServer(encoder=Refusing()).served() as address, httpx.Client(base_url=address, timeout=60) as http:
+        for path, body, field in (
+            (CHAT, {"messages": asked}, "messages"),
+            (RESPONSES, {"input": "a"}, "input"),
+            ("/v1/messages", {"messages": asked, "max_tokens": 4}, "messages"),
+        ):
+            response = http.post(path, json=body)
+            assert response.status_code == 400
+            assert "refuses these messages" in response.json()["error"]["message"]
+            if path != "/v1/messages":
+                assert response.json()["error"]["param"] == field

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.core import Grammar
+from service.core import Grammar, Reasoning
 from tests.support.echo_engine import Codepoints, EchoServer, NamedGrammar
 
 TURNS = [{"role": "user", "content": "abc"}]
@@ -60,9 +60,9 @@ class Endless(Codepoints):
         super().__init__()
         self.going = threading.Event()
 
-    def constraint(self, grammar: Grammar, options: Any) -> NamedGrammar:
+    def constraint(self, grammar: Grammar, reasoning: Reasoning) -> NamedGrammar:
         self.going.wait(60)
-        return super().constraint(grammar, options)
+        return super().constraint(grammar, reasoning)
 
 
 def test_grammars_that_compile_hold_nobody_else_up() -> None:

@@ -42,7 +42,7 @@ def rate(pair: Pair, rows: int, k: int, tokens: int = 48) -> float:
     encoder = TextEncoder(pair.target.tokenizer)
     assert pair.draft is not None
     decoder = Decoder(pair.target.model, served(pair.draft), vocabulary=pair.vocabulary, k=k, collect=True)
-    asked = [encoder.encode_chat([{"role": "user", "content": line.prompt}]) for line in traffic_prompts(rows)]
+    asked = [encoder.encode_chat([{"role": "user", "content": line.prompt}]).tokens for line in traffic_prompts(rows)]
     # No end token: every stream is equally long.
     made = [
         Request(str(i), Prompt(prompt, Sampling(max_tokens=tokens)), frozenset(), None)

@@ -565,7 +565,7 @@ def test_an_adapter_is_exported_without_the_server(served: Served, redraft: Redr
 
 def test_an_answer_goes_to_stdout_and_its_figures_to_stderr(served: Served, redraft: Redraft) -> None:
     target = load_model(served.pair[0])
-    asked = TextEncoder(target.tokenizer).encode_chat([{"role": "user", "content": "abc"}])
+    asked = TextEncoder(target.tokenizer).encode_chat([{"role": "user", "content": "abc"}]).tokens
     ends = frozenset(target.tokenizer.eos_token_ids)
     for flags, sampling in (
         ((), Sampling(max_tokens=12)),

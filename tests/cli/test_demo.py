@@ -314,7 +314,7 @@ def test_a_truncated_answer_is_wrong(pair: tuple[Path, Path]) -> None:
     """Every token is right, but the target would have continued."""
     loaded = load_pair(*pair)
     line = PromptLine("0", "letters", "abc")
-    prompt = TextEncoder(loaded.target.tokenizer).encode_chat([{"role": "user", "content": line.prompt}])
+    prompt = TextEncoder(loaded.target.tokenizer).encode_chat([{"role": "user", "content": line.prompt}]).tokens
     whole = naive_greedy(loaded.target.model, prompt, TINY.max_tokens, loaded.eos)
     found = {count: check(loaded, [Answer(line, tokens=whole[:count])]) for count in (0, 1, len(whole) - 1, len(whole))}
     assert list(found.values()) == [1, 1, 1, 0]
@@ -325,7 +325,7 @@ def test_differences_beyond_rounding_are_wrong_in_half_precision_too(pair: tuple
     shape_dependent(loaded.target.model).set_dtype(mx.bfloat16)
     encoder, answers = TextEncoder(loaded.target.tokenizer), list[Answer]()
     for line in prompts(4):
-        prompt = encoder.encode_chat([{"role": "user", "content": line.prompt}])
+        prompt = encoder.encode_chat([{"role": "user", "content": line.prompt}]).tokens
         tokens = naive_greedy(loaded.target.model, prompt, TINY.max_tokens, loaded.eos)
         answers.append(Answer(line, tokens=tokens))
     assert check(loaded, answers) == 0

@@ -147,7 +147,7 @@ def test_outputs_are_the_target_s_and_calls_are_counted_right(bench_files: Bench
     assert pair.draft is not None
     adapted = load(pair.draft.model, bench_files.adapter.ref, pair.provenance.draft).model
     ends, encoder = pair.eos, TextEncoder(pair.target.tokenizer)
-    asked = [encoder.encode_chat([{"role": "user", "content": line.prompt}]) for line in lines]
+    asked = [encoder.encode_chat([{"role": "user", "content": line.prompt}]).tokens for line in lines]
     for name, draft in (("mlx_lm_spec_static", pair.draft.model), ("mlx_lm_spec_adapted", adapted)):
         by_hand = [counted(pair.target.model, draft, prompt, ends) for prompt in asked]
         tokens, rounds = sum(t for t, _ in by_hand), sum(n for _, n in by_hand)

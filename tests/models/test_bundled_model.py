@@ -112,7 +112,11 @@ def test_nothing_is_lost_in_conversion(conversion: Conversion, step: int) -> Non
 
 @pytest.mark.nightly
 def test_it_answers_in_english(bundled: Loaded) -> None:
-    prompt = TextEncoder(bundled.tokenizer).encode_chat([{"role": "user", "content": "What is the capital of France?"}])
+    prompt = (
+        TextEncoder(bundled.tokenizer)
+        .encode_chat([{"role": "user", "content": "What is the capital of France?"}])
+        .tokens
+    )
     answer = generate(bundled.model, bundled.tokenizer, list(prompt), max_tokens=8)
     assert "Paris" in answer
 
@@ -126,7 +130,7 @@ def test_a_bundled_models_tokenizer_is_the_trained_one(bundled: Loaded) -> None:
     assert len(digits) == 4
     end = encoder.encode_text("<|im_end|>")
     assert set(end) == bundled.tokenizer.eos_token_ids
-    chat = bundled.tokenizer.decode(list(encoder.encode_chat([{"role": "user", "content": "Hi"}])))
+    chat = bundled.tokenizer.decode(list(encoder.encode_chat([{"role": "user", "content": "Hi"}]).tokens))
     assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
 
 
@@ -235,7 +239,11 @@ def test_the_shipped_draft_is_assembled_once_and_again_when_it_changes(conversio
 def test_shipped_drafts_are_accepted_often_and_keep_the_output(with_draft: Callable[[str], Pair], name: str) -> None:
     pair = with_draft(name)
     assert pair.draft is not None
-    asked = TextEncoder(pair.target.tokenizer).encode_chat([{"role": "user", "content": "Count from one to twenty."}])
+    asked = (
+        TextEncoder(pair.target.tokenizer)
+        .encode_chat([{"role": "user", "content": "Count from one to twenty."}])
+        .tokens
+    )
     decoder = Decoder(pair.target.model, served(pair.draft), vocabulary=pair.vocabulary, k=3)
     row = Request("0", Prompt(asked, Sampling(max_tokens=20)), pair.eos, None)
     decoder.admit(row)

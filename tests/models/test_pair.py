@@ -224,7 +224,7 @@ def test_a_model_mlx_lm_cannot_load_names_place_and_reason(make_model: MakeModel
 def test_text_goes_through_the_template_and_the_tokenizer(make_model: MakeModel) -> None:
     tokenizer = load_model(make_model("m")).tokenizer
     encoder = TextEncoder(tokenizer)
-    chat = encoder.encode_chat([{"role": "system", "content": "be kind"}, {"role": "user", "content": "größe"}])
+    chat = encoder.encode_chat([{"role": "system", "content": "be kind"}, {"role": "user", "content": "größe"}]).tokens
     assert tokenizer.decode(list(chat)) == "<s>system be kind</s><s>user größe</s><s>assistant "
     assert tokenizer.decode(list(encoder.encode_text("12 größe"))) == "12 größe"
 

@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokeniz
 from tokenizers.models import BPE, WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from service.core import BadRequest, Grammar, GrammarKind, PieceKind, ToolCall
+from service.core import BadRequest, Grammar, GrammarKind, PieceKind, Reasoning, ToolCall
 from service.models.text import TextEncoder, bytes_per_token
 from tests.support.heap import holders
 
@@ -196,11 +196,11 @@ def test_tools_and_options_reach_the_template(make_model: MakeModel) -> None:
     encoder = TextEncoder(tokenizer)
     tools = [{"type": "function", "function": {"name": "now", "parameters": {}}}]
     options = {"opening": "so "}
-    tokens = encoder.encode_chat([{"role": "user", "content": "hi"}], tools, options)
-    assert tokenizer.decode(list(tokens)).strip() == "<tool>now</tool>user:hiassistant:so"
-    pieces = encoder.answer_reader(tools, options).add('x<tool_call>{"name": "now"}</tool_call>')
+    encoded = encoder.encode_chat([{"role": "user", "content": "hi"}], tools, options)
+    assert tokenizer.decode(list(encoded.tokens)).strip() == "<tool>now</tool>user:hiassistant:so"
+    pieces = encoder.answer_reader(tools, encoded.reasoning).add('x<tool_call>{"name": "now"}</tool_call>')
     assert [piece.text or piece.call for piece in pieces] == ["x", ToolCall("now", "{}")]
-    reader, text = encoder.answer_reader((), options), 'x<tool_call>{"name": "now"}</tool_call>'
+    reader, text = encoder.answer_reader((), encoded.reasoning), 'x<tool_call>{"name": "now"}</tool_call>'
     assert "".join(piece.text for piece in [*reader.add(text), *reader.finish(cut=False)]) == text, "it has no tools"
 
     for name in ("max_length", "padding", "add_generation_prompt", "tokenizer_kwargs"):
@@ -248,14 +248,16 @@ def test_what_requests_left_is_forgotten() -> None:
 
     def use(time: str) -> list[bytes]:
         note, choice = secrets(time)
-        options = {"ending": "<think></think>", "note": note}
-        return encoder.constraint(Grammar(GrammarKind.CHOICE, json.dumps([choice]), "f"), options).masks(())
+        encoded = encoder.encode_chat(
+            [{"role": "user", "content": note}], (), {"ending": "<think></think>", "note": note}
+        )
+        return encoder.constraint(Grammar(GrammarKind.CHOICE, json.dumps([choice]), "f"), encoded.reasoning).masks(())
 
     before = use("first")
     encoder.forget()
     assert use("later") == before
     held = holders(lambda: ([], [*secrets("first"), *secrets("later")]))
-    assert len(held) == 2, "what came later, by template options and by grammar, and nothing of the first"
+    assert len(held) == 1, "what came later, by grammar, and nothing of the first"
     encoder.forget()
     assert use("first") == before
     # What else is cleared is not to be seen from Python.
@@ -269,17 +271,17 @@ def test_only_the_template_says_whether_the_answer_reasons(
     make_model: MakeModel, ending: str, reasoning: str, free: bool | None
 ) -> None:
     encoder, options = thinking_encoder(), {"ending": ending}
-    encoder.encode_chat(ASKED, (), options)
-    reader = encoder.answer_reader((), options)
+    encoded = encoder.encode_chat(ASKED, (), options)
+    reader = encoder.answer_reader((), encoded.reasoning)
     pieces = [*reader.add("a"), *reader.finish(cut=False)]
     assert "".join(piece.text for piece in pieces if piece.kind is PieceKind.REASONING) == reasoning
     grammar = Grammar(GrammarKind.CHOICE, '["yes"]', "f")
-    mask = encoder.constraint(grammar, options).masks(())[0]
+    mask = encoder.constraint(grammar, encoded.reasoning).masks(())[0]
     allowed = {t for t in range(encoder.vocabulary) if mask[t >> 3] >> (t & 7) & 1}
     yes, think, end = (set(encoder.encode_text(text)) for text in ("y", "<think>", "</s>"))
     if free:
         assert allowed == set(range(encoder.vocabulary)) - end
     else:
         assert allowed == (yes if free is False else yes | think)
-    plain = encoder.constraint(grammar, None).masks(())[0]
+    plain = encoder.constraint(grammar, Reasoning.CLOSED).masks(())[0]
     assert {t for t in range(encoder.vocabulary) if plain[t >> 3] >> (t & 7) & 1} == yes

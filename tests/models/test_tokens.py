@@ -12,7 +12,7 @@ from mlx_lm.utils import load_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE, WordPiece
 
-from service.core import BadRequest, Grammar, GrammarKind
+from service.core import BadRequest, Grammar, GrammarKind, Reasoning
 from service.models.calls import Markers
 from service.models.text import TextEncoder
 from service.models.tokens import TableDetokenizer, streaming_detokenizer, token_table
@@ -138,7 +138,7 @@ def test_the_pieces_say_how_bytes_are_written(tmp_path: Path, kind: str, before:
     made = TextEncoder(load_tokenizer(tmp_path))
     hello, world, line, blank = ids(made, *words)
     assert text_of(made, [blank, hello, world, line, world, blank]) == "  Hello  world\n  world "
-    constraint = made.constraint(Grammar(GrammarKind.REGEX, "( Hello|  world|\\n)+", "f"), None)
+    constraint = made.constraint(Grammar(GrammarKind.REGEX, "( Hello|  world|\\n)+", "f"), Reasoning.CLOSED)
     assert len(constraint.masks([hello, world, line])) == 4
 
 
@@ -159,10 +159,10 @@ def test_a_model_may_lack_the_last_added_tokens(tmp_path: Path, kind: str) -> No
     end, tag = ids(whole, "<end>", "<tag>")
     assert tag == end + 1 == whole.vocabulary - 1
     narrow = encoder(tmp_path, kind, tag)
-    constraint = narrow.constraint(Grammar(GrammarKind.REGEX, "(Hello|<tag>)+", "f"), None)
+    constraint = narrow.constraint(Grammar(GrammarKind.REGEX, "(Hello|<tag>)+", "f"), Reasoning.CLOSED)
     mask = constraint.masks(())[0]
     assert len(mask) == -(-tag // 32) * 4 and not any(mask[id >> 3] >> (id & 7) & 1 for id in range(tag, len(mask) * 8))
-    forced = narrow.constraint(Grammar(GrammarKind.CHOICE, '["<tag>"]', "f"), None).forced(99)
+    forced = narrow.constraint(Grammar(GrammarKind.CHOICE, '["<tag>"]', "f"), Reasoning.CLOSED).forced(99)
     assert b"".join(map(narrow.token_bytes, forced)) == b"<tag>" and max(forced) < tag
     table = token_table(narrow._tokenizer)
     assert Markers.of("<tag>", "<end>", table, tag) == Markers("<tag>", "<end>", ('"<tag>"',), (f"<[{end}]>",))
@@ -196,11 +196,11 @@ def test_tokens_at_the_front_are_there_once(tmp_path: Path, around: str) -> None
 @pytest.mark.parametrize("width", [None, 400])
 def test_grammars_of_a_vocabulary_with_gaps(tmp_path: Path, kind: str, width: int | None) -> None:
     gaps = encoder(tmp_path, kind, width)
-    constraint = gaps.constraint(Grammar(GrammarKind.REGEX, "(Hello| world|<tag>|\xe9)+", "f"), None)
+    constraint = gaps.constraint(Grammar(GrammarKind.REGEX, "(Hello| world|<tag>|\xe9)+", "f"), Reasoning.CLOSED)
     tokens = {id for id in range(gaps.vocabulary) if constraint.masks(())[0][id >> 3] >> (id & 7) & 1}
     assert {gaps.token_bytes(token) for token in tokens} <= {b"H", b"Hello", b" world", b" ", b"<", b"\xc3", b" Hello"}
     assert b" world" in {gaps.token_bytes(token) for token in tokens}
-    forced = gaps.constraint(Grammar(GrammarKind.CHOICE, '["Hello world<tag>\xe9e\u0301"]', "f"), None)
+    forced = gaps.constraint(Grammar(GrammarKind.CHOICE, '["Hello world<tag>\xe9e\u0301"]', "f"), Reasoning.CLOSED)
     tokens = forced.forced(99)
     assert b"".join(map(gaps.token_bytes, tokens)) == "Hello world<tag>\xe9e\u0301".encode()
     assert len(forced.masks(tokens)) == len(tokens) + 1
@@ -208,17 +208,17 @@ def test_grammars_of_a_vocabulary_with_gaps(tmp_path: Path, kind: str, width: in
 
 def test_gaps_are_in_no_text_of_a_grammar(tmp_path: Path) -> None:
     gaps = encoder(tmp_path, "byte-level", 400)
-    constraint = gaps.constraint(Grammar(GrammarKind.REGEX, "(.|\\n)*", "f"), None)
+    constraint = gaps.constraint(Grammar(GrammarKind.REGEX, "(.|\\n)*", "f"), Reasoning.CLOSED)
     mask = constraint.masks(())[0]
     assert not [id for id in range(400) if mask[id >> 3] >> (id & 7) & 1 and not gaps.token_bytes(id)]
 
 
 def test_a_grammar_may_name_any_id_of_the_logits(tmp_path: Path) -> None:
     wide = encoder(tmp_path, "byte-level", 400)
-    constraint = wide.constraint(Grammar(GrammarKind.LARK, "start: <[399]> <[260]>", "f"), None)
+    constraint = wide.constraint(Grammar(GrammarKind.LARK, "start: <[399]> <[260]>", "f"), Reasoning.CLOSED)
     assert len(constraint.masks([399, 260])) == 3
     with pytest.raises(BadRequest, match="cannot be compiled"):
-        wide.constraint(Grammar(GrammarKind.LARK, "start: <[400]>", "f"), None)
+        wide.constraint(Grammar(GrammarKind.LARK, "start: <[400]>", "f"), Reasoning.CLOSED)
 
 
 def test_forced_text_is_of_the_tokens_that_a_model_would_write(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_forced_text_is_of_the_tokens_that_a_model_would_write(tmp_path: Path) -
     write_tokenizer(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     grammar = Grammar(GrammarKind.CHOICE, '["atyp <tool_call><|im_end|>!"]', "f")
-    tokens = TextEncoder(tokenizer).constraint(grammar, None).forced(99)
+    tokens = TextEncoder(tokenizer).constraint(grammar, Reasoning.CLOSED).forced(99)
     merged = tokenizer.encode("atyp", add_special_tokens=False)
     starts = [piece for piece in token_table(tokenizer).bytes if piece and b"atyp".startswith(piece)]
     assert token_table(tokenizer)[merged[0]] != max(starts, key=len)
@@ -264,4 +264,4 @@ def test_a_vocabulary_without_bytes_has_no_grammar(tmp_path: Path) -> None:
         '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}'
     )
     with pytest.raises(BadRequest, match="no form that grammars can use"):
-        TextEncoder(load_tokenizer(tmp_path)).constraint(Grammar(GrammarKind.REGEX, "a", "f"), None)
+        TextEncoder(load_tokenizer(tmp_path)).constraint(Grammar(GrammarKind.REGEX, "a", "f"), Reasoning.CLOSED)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from mlx_lm.utils import load_tokenizer
 
-from service.core import BadRequest, Grammar, GrammarKind, PieceKind
+from service.core import BadRequest, Grammar, GrammarKind, PieceKind, Reasoning
 from service.models.calls import Markers
 from service.models.text import TextEncoder
 from service.models.tokens import streaming_detokenizer, token_table
@@ -31,7 +31,7 @@ def test_every_format_with_every_layout(tmp_path: Path, parser: str, layout: Lay
     call = marked(parser, CALLS[parser])
     tokens = encoder.encode_text(call)
 
-    detokenizer, reader = streaming_detokenizer(tokenizer), encoder.answer_reader(TOOLS, {})
+    detokenizer, reader = streaming_detokenizer(tokenizer), encoder.answer_reader(TOOLS, Reasoning.CLOSED)
     for token in tokens:
         detokenizer.add_token(token)
     detokenizer.finalize()
@@ -47,11 +47,11 @@ def test_every_format_with_every_layout(tmp_path: Path, parser: str, layout: Lay
     grammar = Grammar(
         GrammarKind.LARK, "\n".join([f"start: {' '.join([*start, 'BODY', *end])}", "BODY: /(.|\\n)*/"]), "f"
     )
-    constraint = encoder.constraint(grammar, None)
+    constraint = encoder.constraint(grammar, Reasoning.CLOSED)
     assert len(constraint.masks(tokens)) == len(tokens) + 1
     if parser in ("json_tools", "qwen3_coder"):
-        forced = encoder.constraint(encoder.call_grammar(TOOLS, several=False), None)
-        free = encoder.constraint(encoder.free_call_grammar(TOOLS, {"weather"}), None)
+        forced = encoder.constraint(encoder.call_grammar(TOOLS, several=False), Reasoning.CLOSED)
+        free = encoder.constraint(encoder.free_call_grammar(TOOLS, {"weather"}), Reasoning.CLOSED)
         assert len(forced.masks(tokens)) == len(free.masks(tokens)) == len(tokens) + 1
         assert forced.forced(1) == [tokens[0]]
     else:
@@ -65,7 +65,7 @@ def test_a_marker_in_letters_begins_a_call_too(tmp_path: Path, layout: Layout) -
     encoder = encoder_of(tmp_path, "json_tools", layout)
     tokenizer = encoder._tokenizer
     letters = [id for letter in "<tool_call>" for id in tokenizer.encode(letter, add_special_tokens=False)]
-    constraint = encoder.constraint(encoder.free_call_grammar(TOOLS, {"weather"}), None)
+    constraint = encoder.constraint(encoder.free_call_grammar(TOOLS, {"weather"}), Reasoning.CLOSED)
     assert len(constraint.masks(letters)) == len(letters) + 1
     constraint.advance(letters)
     forced = b"".join(map(encoder.token_bytes, constraint.forced(99)))
@@ -76,7 +76,9 @@ def test_a_marker_in_letters_begins_a_call_too(tmp_path: Path, layout: Layout) -
 @pytest.mark.parametrize("layout", Layout)
 def test_the_letters_of_a_marker_are_text_where_a_grammar_says_so(tmp_path: Path, layout: Layout) -> None:
     encoder = encoder_of(tmp_path, "json_tools", layout)
-    constraint = encoder.constraint(Grammar(GrammarKind.CHOICE, '["<tool_call> is \\"<|im_end|>\\""]', "f"), None)
+    constraint = encoder.constraint(
+        Grammar(GrammarKind.CHOICE, '["<tool_call> is \\"<|im_end|>\\""]', "f"), Reasoning.CLOSED
+    )
     tokens = constraint.forced(99)
     assert b"".join(map(encoder.token_bytes, tokens)).startswith(b'<tool_call> is "<|im_end|>')
     assert not set(token_table(encoder._tokenizer).special.values()) & set(tokens)

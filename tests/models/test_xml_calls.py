@@ -10,12 +10,13 @@ from typing import Any, cast
 
 import fastjsonschema
 import pytest
-from mlx_lm.tool_parsers import minimax_m2, qwen3_coder
+from mlx_lm.tool_parsers import qwen3_coder
 from mlx_lm.utils import load_tokenizer
 
-from service.core import BadRequest, Constraint, Grammar, GrammarKind, PieceKind
+from service.core import BadRequest, Constraint, Grammar, GrammarKind, PieceKind, Reasoning
 from service.models.calls import FORMATS, Markers, forced_calls, free_calls
 from service.models.parameter_schemas import forms
+from service.models.tagged_calls import GLM, MINIMAX
 from service.models.text import TextEncoder
 from service.models.tokens import token_table
 from service.models.xml_calls import XmlCalls
@@ -125,7 +126,7 @@ def tool(properties: Mapping[str, object], required: list[str] | None = None, **
 
 
 def forced(encoder: TextEncoder, *tools: dict[str, Any], several: bool = False) -> Constraint:
-    return encoder.constraint(encoder.call_grammar(tools, several=several), None)
+    return encoder.constraint(encoder.call_grammar(tools, several=several), Reasoning.CLOSED)
 
 
 def text_of(arguments: Mapping[str, object], name: str = "act") -> str:
@@ -158,7 +159,7 @@ def read(encoder: TextEncoder, tools: list[dict[str, Any]], text: str) -> list[A
     """Arguments of the calls in an answer, which are the same however the answer comes."""
     found: list[list[Any]] = []
     for parts in ([text], list(text)):
-        reader = encoder.answer_reader(tools, {})
+        reader = encoder.answer_reader(tools, Reasoning.CLOSED)
         pieces = [piece for part in parts for piece in reader.add(part)] + reader.finish(cut=False)
         assert {piece.kind for piece in pieces} == {PieceKind.CALL}, text
         found.append([json.loads(piece.call.arguments) for piece in pieces if piece.call is not None])
@@ -294,7 +295,7 @@ def test_a_marker_within_a_string_is_not_written(encoder: TextEncoder) -> None:
 def test_strict_tools_in_free_answers(encoder: TextEncoder) -> None:
     strict, loose = tool({"a": {"type": "integer"}}, ["a"]), tool({"a": {"type": "integer"}}, ["a"])
     loose["function"]["name"] = "loose"
-    constraint = encoder.constraint(encoder.free_call_grammar([strict, loose], {"act"}), None)
+    constraint = encoder.constraint(encoder.free_call_grammar([strict, loose], {"act"}), Reasoning.CLOSED)
     for text, good in (
         (text_of({"a": 5}), True),
         (text_of({"a": "five"}), False),
@@ -385,7 +386,7 @@ def test_another_format_is_an_entry_of_the_table(encoder: TextEncoder) -> None:
         value_end="</parameter>",
         separator="\n",
         call_end="</invoke>\n",
-        lenient=minimax_m2.parse_tool_call,
+        lenient=MINIMAX.parse,
     )
     glm = XmlCalls(
         call="{}\n",
@@ -393,15 +394,15 @@ def test_another_format_is_an_entry_of_the_table(encoder: TextEncoder) -> None:
         value_end="</arg_value>",
         separator="\n",
         call_end="",
-        lenient=qwen3_coder.parse_tool_call,
+        lenient=GLM.parse,
     )
     markers = Markers.of(*MARKERS, token_table(encoder._tokenizer), encoder.vocabulary)
     for format, parser in ((minimax, "minimax_m2"), (glm, "glm47"), (OURS, "qwen3_coder")):
-        assert format._parsed(CALLS[parser], TOOLS) == {"name": "weather", "arguments": WANTED}
+        assert format.parse_exactly(CALLS[parser], TOOLS) == [{"name": "weather", "arguments": WANTED}]
         for text in (
             forced_calls(format, markers, TOOLS, several=True),
             free_calls(format, markers, TOOLS, {"weather"}),
         ):
-            constraint = encoder.constraint(Grammar(GrammarKind.LARK, text, "f"), None)
+            constraint = encoder.constraint(Grammar(GrammarKind.LARK, text, "f"), Reasoning.CLOSED)
             assert follows(encoder, constraint, f"<tool_call>{CALLS[parser]}</tool_call>"), parser
             assert not follows(encoder, constraint, f"<tool_call>{CALLS[parser].replace('2', 'two')}</tool_call>")

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 import service.server
+from service.core import ChatEnd, EncodedChat
 from service.engine.decoder import Decoder
 from service.engine.rounds import RoundReport
 from service.evaluation.server_process import LocalServer
@@ -48,9 +49,10 @@ def test_only_what_is_admitted_is_tokenised(
             messages: Sequence[Mapping[str, object]],
             tools: Sequence[Mapping[str, object]] = (),
             options: Mapping[str, object] | None = None,
-        ) -> tuple[int, ...]:
+            end: ChatEnd = ChatEnd.NEW_TURN,
+        ) -> EncodedChat:
             tokenised.append(len(str(messages[0]["content"])))
-            return super().encode_chat(messages, tools, options)
+            return super().encode_chat(messages, tools, options, end)
 
     def held_back(decoder: Decoder, waiting: int) -> RoundReport:
         assert refusals.wait(60)

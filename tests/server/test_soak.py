@@ -57,7 +57,7 @@ def test_minutes_of_traffic_leave_no_trace(tmp_path: Path) -> None:
     target = load_model(pair[0])
     encoder, ends = TextEncoder(target.tokenizer), frozenset(target.tokenizer.eos_token_ids)
     for answer in answers[:: max(1, len(answers) // 200)]:
-        asked = encoder.encode_chat([{"role": "user", "content": answer.line.prompt}])
+        asked = encoder.encode_chat([{"role": "user", "content": answer.line.prompt}]).tokens
         assert answer.tokens == forced(target.model, asked, answer.tokens, Sampling(max_tokens=32), ends)
 
 

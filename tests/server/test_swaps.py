@@ -56,7 +56,7 @@ def test_swaps_under_eight_streams_do_not_change_outputs(
     encoder = TextEncoder(target.tokenizer)
     ends = frozenset(target.tokenizer.eos_token_ids)
     for answer in answers[:: max(1, len(answers) // checked)]:
-        asked = encoder.encode_chat([{"role": "user", "content": answer.line.prompt}])
+        asked = encoder.encode_chat([{"role": "user", "content": answer.line.prompt}]).tokens
         assert answer.tokens == naive(target.model, asked, Sampling(max_tokens=48), ends)
 
 

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
-from mlx_lm.generate import TextStateMachine
-from mlx_lm.tool_parsers.json_tools import parse_tool_call
 
 from service import core
 from service.api import Doors, Feed, Limits, ModelNames, Replies, build_api
@@ -25,10 +23,12 @@ from service.core import (
     AdapterState,
     AnswerGrammar,
     Caller,
+    ChatEnd,
     Conflict,
     Delta,
     Disagreement,
     Doorkeeper,
+    EncodedChat,
     EngineStatus,
     Erased,
     Event,
@@ -47,6 +47,7 @@ from service.core import (
     PracticeState,
     Progress,
     Prompt,
+    Reasoning,
     RequestState,
     RequestStatus,
     RunState,
@@ -62,6 +63,7 @@ from service.core import (
 from service.engine.ticket import Place
 from service.metrics import Metrics
 from service.models.answer import AnswerReader
+from service.models.call_syntax import CallSyntax, json_calls
 from tests.support.scraped import scraped
 from tests.support.waiting import until
 
@@ -85,31 +87,39 @@ class Codepoints:
         """Messages, tools and options of every chat."""
         self.hidden: list[tuple[bool, bool, tuple[str, ...]]] = []
         """Arguments of `hidden_tokens`, of every request."""
+        self.ends: list[ChatEnd] = []
+        """How the prompt of every chat ends."""
 
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, object]],
         tools: Sequence[Mapping[str, object]] = (),
         options: Mapping[str, object] | None = None,
-    ) -> tuple[int, ...]:
+        end: ChatEnd = ChatEnd.NEW_TURN,
+    ) -> EncodedChat:
+        self.ends.append(end)
         self.chats.append((messages, tools, options or {}))
         tokens: list[int] = []
         for message in messages:
             tokens += [self.MARK, *self.encode_text(str(message["content"]))]
-        return (*tokens, self.MARK)
+        return EncodedChat((*tokens, self.MARK) if end is ChatEnd.NEW_TURN else tuple(tokens))
 
     def token_bytes(self, token: int) -> bytes:
         return character(token).encode()
 
-    def answer_reader(self, tools: Sequence[Mapping[str, object]], options: Mapping[str, object]) -> AnswerReader:
-        states = STATES if tools else STATES_WITHOUT_TOOLS
-        return AnswerReader(states.make_state("normal"), parse_tool_call, tools, "<tool_call>")
+    def answer_reader(self, tools: Sequence[Mapping[str, object]], reasoning: Reasoning) -> AnswerReader:
+        reasoning_marks = {"reasoning": [("</think>", "normal")]}
+        opening = ("<think>", "reasoning")
+        if not tools:
+            return AnswerReader({"normal": [opening], **reasoning_marks}, "normal")
+        states = {"normal": [opening, ("<tool_call>", "tool")], **reasoning_marks}
+        return AnswerReader(states, "normal", SYNTAX, tools)
 
     def hidden_tokens(self, *, split: bool, tools: bool, stop: Sequence[str]) -> HiddenTokens:
         self.hidden.append((split, tools, tuple(stop)))
         return HiddenTokens(frozenset({self.MARK}))
 
-    def constraint(self, grammar: Grammar, options: Mapping[str, object] | None) -> NamedGrammar:
+    def constraint(self, grammar: Grammar, reasoning: Reasoning) -> NamedGrammar:
         names = ("uniqueItems",) if "uniqueItems" in grammar.source else ()
         return NamedGrammar(f"{grammar.kind}: {grammar.source}", unenforced=names)
 
@@ -133,17 +143,7 @@ class Codepoints:
         return self.encode_text(text)
 
 
-STATES = TextStateMachine(
-    {
-        "normal": [("<think>", "reasoning"), ("<tool_call>", "tool")],
-        "reasoning": [("</think>", "normal")],
-        "tool": [("</tool_call>", "normal")],
-    }
-)
-
-STATES_WITHOUT_TOOLS = TextStateMachine(
-    {"normal": [("<think>", "reasoning")], "reasoning": [("</think>", "normal")]},
-)
+SYNTAX = CallSyntax("json_tools", "<tool_call>", "</tool_call>", json_calls)
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Any
 import fastjsonschema
 import mlx.nn as nn
 
-from service.core import BadRequest, FinishReason, Grammar, GrammarKind, Prompt, Sampling
+from service.core import BadRequest, FinishReason, Grammar, GrammarKind, Prompt, Reasoning, Sampling
 from service.engine.decoder import Decoder
 from service.engine.request import Request
 from service.models.text import TextEncoder
@@ -56,7 +56,7 @@ def complete_answers(
     None where the schema was refused. Fails where one is not valid, or not the masked target's own."""
     wanted, prompt = schema(random.Random(number)), encoder.encode_text(f"question {number}: ")
     try:
-        constraint = encoder.constraint(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(wanted), "f"), None)
+        constraint = encoder.constraint(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(wanted), "f"), Reasoning.CLOSED)
     except BadRequest:
         return None
     validate, samplings = fastjsonschema.compile(wanted), [replace(each, max_tokens=longest) for each in SAMPLINGS]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 from anyio import to_thread
@@ -13,6 +14,7 @@ from fastapi import APIRouter, Request, Response
 from service.api.access import caller_of
 from service.api.answers import Answer, EndReason, read_parts
 from service.api.anthropic.schemas import (
+    Block,
     BlockAnswer,
     CountAnswer,
     CountRequest,
@@ -33,7 +35,7 @@ from service.api.anthropic.schemas import (
     UsageAnswer,
 )
 from service.api.anthropic.threads import continued, kept_parts, message_name
-from service.api.asking import Asked, Chat, ForcedCalls, Frontend, check_size
+from service.api.asking import Asked, Chat, ForcedCalls, Frontend, check_size, encode_chat
 from service.api.compatible import (
     CompatibleRoute,
     client_tag,
@@ -94,8 +96,8 @@ def messages_routes(frontend: Frontend) -> APIRouter:
         with_ignored(response, [*model_of(body.model, frontend)[1], *ignored])
         chat = _chat(body)
         check_size(Asked(chat, Sampling(), None), frontend.limits)
-        tokens = await to_thread.run_sync(frontend.encoder.encode_chat, chat.messages, chat.tools, chat.options)
-        return CountAnswer(input_tokens=len(tokens))
+        encoded = await to_thread.run_sync(encode_chat, chat, frontend.encoder)
+        return CountAnswer(input_tokens=len(encoded.tokens))
 
     return router
 
@@ -161,8 +163,8 @@ def _chat(body: CountRequest) -> Chat:
     turns: list[Mapping[str, object]] = []
     if system := _system(body):
         turns.append({"role": "system", "content": system})
-    for message in body.messages:
-        turns += _turns(message)
+    for role, neighbours in groupby(body.messages, key=lambda message: message.role):
+        turns += _turns(role, _joined(neighbours))
     tools = body.tools or ()
     if body.tool_choice is not None and body.tool_choice.type == "none":
         tools = ()
@@ -181,13 +183,24 @@ def _text(content: str | Sequence[TextBlock]) -> str:
     return content if isinstance(content, str) else "".join(block.text for block in content)
 
 
-def _turns(message: Message) -> list[Mapping[str, object]]:
+def _joined(messages: Iterable[Message]) -> list[Block]:
+    """The blocks of neighbouring messages of one role, which Anthropic's API reads as one message."""
+    blocks: list[Block] = []
+    for message in messages:
+        content = message.content
+        new: list[Block] = [TextBlock(type="text", text=content)] if isinstance(content, str) else [*content]
+        said = (any(isinstance(block, TextBlock) and block.text for block in some) for some in (blocks, new))
+        if all(said):
+            blocks.append(TextBlock(type="text", text="\n\n"))
+        blocks += new
+    return blocks
+
+
+def _turns(role: str, blocks: Iterable[Block]) -> list[Mapping[str, object]]:
     """A message as chat templates take it: each tool's result is a turn of its own."""
-    if isinstance(message.content, str):
-        return [{"role": message.role, "content": message.content}]
     results: list[Mapping[str, object]] = []
     texts, thoughts, calls = list[str](), list[str](), list[object]()
-    for block in message.content:
+    for block in blocks:
         match block:
             case TextBlock():
                 texts.append(block.text)
@@ -201,7 +214,7 @@ def _turns(message: Message) -> list[Mapping[str, object]]:
                 thoughts.append(block.thinking)
             case RedactedThinkingBlock():
                 pass
-    turn: dict[str, object] = {"role": message.role, "content": "".join(texts)}
+    turn: dict[str, object] = {"role": role, "content": "".join(texts)}
     if thoughts:
         turn["reasoning_content"] = "".join(thoughts)
     if calls:

@@ -81,6 +81,9 @@ class RedactedThinkingBlock(ClientModel):
     data: Ignored = None
 
 
+Block = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
+
+
 class UserTurn(ClientModel):
     """What the user says, and what tools returned."""
 

@@ -59,7 +59,7 @@ from service.api.openai.schemas import (
     ToolTurn,
 )
 from service.api.schemas import TimingsAnswer
-from service.core import BadRequest, Encoder, Grammar, PieceKind, RedraftError, TokenLogprobs, ToolCall
+from service.core import BadRequest, ChatEnd, Encoder, Grammar, PieceKind, RedraftError, TokenLogprobs, ToolCall
 
 
 def chat_routes(frontend: Frontend) -> APIRouter:
@@ -103,9 +103,8 @@ def _asked(body: ChatRequest, frontend: Frontend) -> Asked:
         # OpenAI's newer name.
         tokens, name = body.max_completion_tokens, "max_completion_tokens"
     options = template_options(body.chat_template_kwargs, body.reasoning_effort, thinks=_thinks(body))
-    chat = Chat(
-        [template_turn(turn) for turn in body.messages], [_tool(tool) for tool in _tools(body)], options, _strict(body)
-    )
+    tools = [_tool(tool) for tool in _tools(body)]
+    chat = Chat([template_turn(turn) for turn in body.messages], tools, options, _strict(body), _end(body))
     return asked_by(
         body,
         chat,
@@ -116,6 +115,19 @@ def _asked(body: ChatRequest, frontend: Frontend) -> Asked:
         forced=_forced_calls(body),
         prediction="" if body.prediction is None else joined(body.prediction.content),
     )
+
+
+def _end(body: ChatRequest) -> ChatEnd:
+    """How the prompt ends, by vLLM's two fields. Raises BadRequest where both are true."""
+    if body.continue_final_message:
+        if body.add_generation_prompt:
+            raise BadRequest(
+                "continue_final_message and add_generation_prompt cannot both be true: an answer either goes on with the last "
+                "message or begins a new one",
+                field="continue_final_message",
+            )
+        return ChatEnd.CONTINUED
+    return ChatEnd.CLOSED if body.add_generation_prompt is False else ChatEnd.NEW_TURN
 
 
 def _tools(body: ChatRequest) -> list[Tool]:

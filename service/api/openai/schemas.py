@@ -319,8 +319,6 @@ class NeutralFields(ClientModel):
     response_prefix: Unserved = None
 
     spaces_between_special_tokens: OnlyTrue = None
-    add_generation_prompt: OnlyTrue = None
-    continue_final_message: Unserved = None
     include_reasoning: OnlyTrue = None
     use_beam_search: Unserved = None
     length_penalty: One = None
@@ -340,6 +338,11 @@ class NeutralFields(ClientModel):
     n_probs: Zero = None
 
 
+BOTH_ENDS: dict[str, Any] = {
+    "required": ["add_generation_prompt", "continue_final_message"],
+    "properties": {"add_generation_prompt": {"const": True}, "continue_final_message": {"const": True}},
+}
+"""In the document: two fields that exclude each other."""
 NO_FORMAT = {"response_format": PLAIN_FORMAT}
 NO_STRUCTURE = {"structured_outputs": {"anyOf": [NEUTRAL, {"type": "object", "additionalProperties": NEUTRAL}]}}
 
@@ -377,9 +380,12 @@ class CommonRequest(NeutralFields):
 
 
 class ChatRequest(CommonRequest):
-    """The body of POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions. add_generation_prompt: false leaves the assistant's turn unopened.
+    continue_final_message: the answer goes on with the last message."""
 
-    model_config = ConfigDict(json_schema_extra=one_of_them(NO_STRUCTURE, {**NO_FORMAT, "tool_choice": FREE_CALLS}))
+    model_config = ConfigDict(
+        json_schema_extra=one_of_them(NO_STRUCTURE, {**NO_FORMAT, "tool_choice": FREE_CALLS}) | {"not": BOTH_ENDS}
+    )
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: UnboundedTokens | None = None
@@ -391,6 +397,8 @@ class ChatRequest(CommonRequest):
     ) = None
     parallel_tool_calls: Flag | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: Flag | None = None
+    continue_final_message: Flag | None = None
     reasoning_effort: Effort | None = None
     enable_thinking: Flag | None = None
     thinking: Thinking | None = None
@@ -423,5 +431,7 @@ class CompletionRequest(CommonRequest):
     )
     logprobs: TopLogprobs | None = None
     echo: Unserved = None
+    add_generation_prompt: OnlyTrue = None
+    continue_final_message: Unserved = None
     suffix: Annotated[Any, NotServed("text behind the answer (suffix) is not served")] = None
     best_of: One = None

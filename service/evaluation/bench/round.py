@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from service.core import BadRequest, RedraftError, Source
+from service.core import BadRequest, Reasoning, RedraftError, Source
 from service.engine import device
 from service.engine.acceptance import Acceptance
 from service.engine.adapters import Draft, served
@@ -135,7 +135,7 @@ def _decoder(pair: Pair, draft: Draft | None, mode: Mode, texts: Sequence[Sequen
     prompts = prompts_of(mode, texts)
     if mode.constrained:
         encoder = TextEncoder(pair.target.tokenizer, pair.vocabulary, pair.eos)
-        prompts[0] = replace(prompts[0], constraint=encoder.constraint(LONG_LIST, None))
+        prompts[0] = replace(prompts[0], constraint=encoder.constraint(LONG_LIST, Reasoning.CLOSED))
     for prompt in prompts:
         # Without an end token.
         decoder.admit(Request("", prompt, frozenset(), None))
