@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -125,10 +124,10 @@ class Part:
 
 
 async def read_parts(
-    exchange: Exchange, answers: Sequence[Answer], patience: float, *, one_call: bool = False
+    exchange: Exchange, answers: Sequence[Answer], patience: float | None, *, one_call: bool = False
 ) -> AsyncIterator[Part | None]:
-    """What is added to the answers, event by event, which they then hold; None after every `patience` seconds without an event.
-    one_call: an answer ends after its first tool call. Raises as Exchange.events."""
+    """What is added to the answers, event by event, which they then hold. patience: see Exchange.events. one_call: an answer
+    ends after its first tool call. Raises as Exchange.events."""
     async for event in exchange.events(patience):
         if event is None:
             yield None
@@ -171,7 +170,7 @@ async def collect(
     disconnects, which a handler that writes nothing learns only by receiving. The exchange is closed at the end."""
 
     async def whole() -> None:
-        async for _ in read_parts(exchange, answers, math.inf, one_call=one_call):
+        async for _ in read_parts(exchange, answers, None, one_call=one_call):
             pass
 
     answered = asyncio.create_task(whole())

@@ -8,6 +8,7 @@ from typing import Any
 
 from anyio import CapacityLimiter
 from fastapi import FastAPI
+from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Receive, Scope, Send
 
@@ -19,7 +20,7 @@ from service.api.errors import ErrorAnswer, ErrorBoundary, install
 from service.api.generate import generate_routes
 from service.api.generations import generations_routes
 from service.api.health import health_routes
-from service.api.hosts import Hosts
+from service.api.hosts import OWN_SCHEME, Hosts
 from service.api.ignored import IGNORED
 from service.api.limits import BodyLimit, Limits, QueueLimit
 from service.api.mailbox import Mailbox
@@ -64,14 +65,24 @@ class Doors:
         app.add_middleware(ErrorBoundary, metrics=metrics)
         app.add_middleware(RequestLog)
         app.add_middleware(RequestId)
-        if self.cors_origins:
-            app.add_middleware(
-                CORSMiddleware,
-                allow_origins=self.cors_origins,
-                allow_methods=["GET", "POST", "PUT", "DELETE"],
-                allow_headers=["*"],
-                expose_headers=["x-request-id", "retry-after", IGNORED],
-            )
+        app.add_middleware(
+            CrossOrigin,
+            allow_origins=self.cors_origins,
+            allow_origin_regex=OWN_SCHEME,
+            allow_methods=["GET", "POST", "PUT", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after", IGNORED],
+        )
+
+
+class CrossOrigin(CORSMiddleware):
+    """Tells browsers that pages of these origins may call. Requests of other origins go on to the guard, which refuses them."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        origin = Headers(scope=scope).get("origin") if scope["type"] == "http" else None
+        app = super().__call__ if origin is None or self.is_allowed_origin(origin) else self.app
+        await app(scope, receive, send)
 
 
 def build_api(

@@ -18,6 +18,7 @@ from mlx_lm.tool_parsers.json_tools import parse_tool_call
 
 from service import core
 from service.api import Doors, Feed, Limits, ModelNames, build_api
+from service.connections import web_config
 from service.core import (
     LOCAL,
     OWNER,
@@ -467,6 +468,7 @@ class EchoServer:
     rate_limit: str | None = None
     defaults: Sampling | None = None
     strict: bool = False
+    idle_seconds: int = 75
     feed: Feed = field(init=False)
     """Of the application that was made last."""
 
@@ -500,9 +502,8 @@ class EchoServer:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
             listener.bind(("127.0.0.1", 0))
             listener.listen()
-            config = uvicorn.Config(
-                self.app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=2
-            )
+            config = web_config(self.app, idle_seconds=self.idle_seconds, arrival_seconds=self.limits.arrival_seconds)
+            config.timeout_graceful_shutdown = 2
             server = uvicorn.Server(config)
             thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
             thread.start()

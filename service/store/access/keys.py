@@ -21,6 +21,8 @@ PREFIX = "rd-"
 """Of every key that is made here, so that scanners of repositories can know one."""
 SECRET_BYTES = 32
 SESSION_HOURS = 12
+MAX_SESSIONS = 32
+"""Open sessions of one key. Each request with a cookie is compared with all of them."""
 CONFIGURED = {Access.CLIENT: "api-key", Access.OPERATOR: "operator-key"}
 """Names of the keys that settings give. Who shares a key's name would share its cached prefixes, look-ups and erasures."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -100,12 +102,16 @@ class Keys:
 
     def open_session(self, key: str) -> str:
         """Open a session of the page with the key of this secret; the session's secret. It is worth as much as the key, and no
-        longer. Removes those that have ended."""
+        longer. Removes sessions that have ended, and the oldest ones of this key beyond MAX_SESSIONS."""
         secret = secrets.token_urlsafe(SECRET_BYTES)
 
         def work(connection: Connection) -> None:
             now = time_of(connection)
             connection.execute(delete(page_sessions).where(page_sessions.c.expires_at <= now))
+            of_key = page_sessions.c.key_hash == digest(key)
+            newest = page_sessions.c.expires_at.desc()
+            known = connection.scalars(select(page_sessions.c.hash).where(of_key).order_by(newest)).all()
+            connection.execute(delete(page_sessions).where(page_sessions.c.hash.in_(known[MAX_SESSIONS - 1 :])))
             made = {"hash": digest(secret), "key_hash": digest(key), "expires_at": now + timedelta(hours=SESSION_HOURS)}
             connection.execute(insert(page_sessions).values(made))
 
