@@ -267,7 +267,7 @@ class ServerSettings(Section):
     strict_requests: bool = False
     """Fields that this server never heard of are refused with 400, and names of models that it does not serve with 404.
     Otherwise such a request is answered, and the header `x-redraft-ignored` names what was ignored."""
-    max_body_bytes: int = Field(default=2**20, ge=1024)
+    max_body_bytes: int = Field(default=2**25, ge=1024)
     """Largest body of a request; a larger one gets 413."""
     request_timeout: float = Field(default=600.0, gt=0)
     """Seconds that a request may wait for its first token, and a stream for the next one; a whole answer may take so long in

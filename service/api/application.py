@@ -106,6 +106,7 @@ def build_api(
     """
     # No documentation pages: they would load scripts from elsewhere. The schema itself is at /openapi.json.
     app = FastAPI(title="Redraft", docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.state.max_context = limits.max_context
     threads = CapacityLimiter(OPERATOR_THREADS)
     mailbox = Mailbox()
     service.on_delivered(mailbox.flush)

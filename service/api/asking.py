@@ -8,14 +8,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from anyio import to_thread
-
 from service.api.answers import Answer
 from service.api.errors import ContextExceeded, ModelNotFound, ToolNotFound
 from service.api.exchange import Exchange
 from service.api.limits import Limits
 from service.api.mailbox import Mailbox
 from service.api.openings import Openings
+from service.api.threads import ENCODING
 from service.core import BadRequest, Caller, Encoder, GenerationService, Grammar, Prompt, Sampling
 from service.metrics import Metrics
 
@@ -48,8 +47,8 @@ class ForcedCalls:
 class Asked:
     """One prompt (a chat, a text, or token ids) and how it is to be answered. max_tokens: None for `default_max_tokens`, or for
     as many as the context holds where that is None too. split: reasoning and calls in the answer to a chat are split from its
-    text. capped: a max_tokens that the context cannot hold is lowered instead of refused. bad_words: texts that are never said.
-    prompt_field, max_tokens_field: their names in the request, for errors."""
+    text. capped: a max_tokens that the context cannot hold is lowered even where the server is strict. bad_words: texts that
+    are never said. prompt_field, max_tokens_field: their names in the request, for errors."""
 
     prompt: Chat | str | Sequence[int]
     sampling: Sampling
@@ -128,7 +127,8 @@ class Frontend:
         exchange = Exchange(self.metrics, self.mailbox, seconds, live=live, per_prompt=each)
         with ExitStack() as held:
             places = [held.enter_context(self.service.reserve()) for _ in range(len(asked) * each)]
-            prompts, made = await to_thread.run_sync(self._encoded, asked, each)
+            prompts, made = await ENCODING.run(self._encoded, asked, each)
+            exchange.ignored += _lowered(asked, prompts)
             salt = "" if self.share or caller.key is None else caller.key
             prompts = [replace(prompt, api_key=caller.key, cache_salt=salt) for prompt in prompts]
             several = [_answer_number(prompt, i) for prompt in prompts for i in range(each)]
@@ -152,7 +152,9 @@ class Frontend:
 
     def _encoded(self, asked: Sequence[Asked], each: int) -> tuple[list[Prompt], list[Answer]]:
         """The prompts, and their answers before anything of them is there. Waits for the tokenizer."""
-        prompts = [to_prompt(one, self.encoder, self.limits, self.openings, self.defaults) for one in asked]
+        prompts = [
+            to_prompt(one, self.encoder, self.limits, self.openings, self.defaults, strict=self.strict) for one in asked
+        ]
         return prompts, [self._answer(one) for one in asked for _ in range(each)]
 
     def _answer(self, asked: Asked) -> Answer:
@@ -160,6 +162,15 @@ class Frontend:
         if not asked.split or not isinstance(chat, Chat):
             return Answer(None)
         return Answer(self.encoder.answer_reader(chat.tools, chat.options))
+
+
+def _lowered(asked: Sequence[Asked], prompts: Sequence[Prompt]) -> list[str]:
+    """Names of fields that ask for longer answers than there is room for."""
+    return [
+        one.max_tokens_field
+        for one, prompt in zip(asked, prompts, strict=True)
+        if one.max_tokens is not None and one.max_tokens > prompt.sampling.max_tokens
+    ]
 
 
 def _answer_number(prompt: Prompt, index: int) -> Prompt:
@@ -173,7 +184,7 @@ def _answer_number(prompt: Prompt, index: int) -> Prompt:
 
 
 def check_size(asked: Asked, limits: Limits) -> None:
-    """Raises BadRequest for a prompt that cannot fit by its bytes, which costs nothing to count."""
+    """Raises ContextExceeded for a prompt that cannot fit by its bytes, which costs nothing to count."""
     if limits.max_prompt_bytes is None:
         return
     match asked.prompt:
@@ -190,11 +201,14 @@ def check_size(asked: Asked, limits: Limits) -> None:
         raise ContextExceeded(f"{asked.prompt_field} is too long: {reason}", field=asked.prompt_field)
 
 
-def to_prompt(asked: Asked, encoder: Encoder, limits: Limits, openings: Openings, defaults: Sampling) -> Prompt:
-    """What is asked as the engine takes it, encoded. defaults: the model's own sampling. Raises BadRequest naming the field
-    that cannot be served."""
+def to_prompt(
+    asked: Asked, encoder: Encoder, limits: Limits, openings: Openings, defaults: Sampling, *, strict: bool = False
+) -> Prompt:
+    """What is asked as the engine takes it, encoded. defaults: the model's own sampling. strict: a max_tokens beyond the room
+    is refused instead of lowered. Raises BadRequest naming the field that cannot be served."""
     wanted, name = asked.max_tokens, asked.max_tokens_field
-    if wanted is not None and wanted > limits.max_tokens and not asked.capped:
+    refused = strict and not asked.capped
+    if wanted is not None and wanted > limits.max_tokens and refused:
         raise BadRequest(f"{name} is {limits.max_tokens} at most", field=name)
     grammar = _grammar(asked, encoder)
     options = asked.prompt.options if isinstance(asked.prompt, Chat) and asked.split else None
@@ -203,7 +217,7 @@ def to_prompt(asked: Asked, encoder: Encoder, limits: Limits, openings: Openings
     if left < 1:
         reason = f"{len(tokens)} tokens leave no room in a context of {limits.max_context}"
         raise ContextExceeded(f"{asked.prompt_field} is too long: {reason}", field=asked.prompt_field)
-    if wanted is not None and wanted > left and not asked.capped:
+    if wanted is not None and wanted > left and refused:
         reason = f"{len(tokens)} prompt tokens leave room for {left} in a context of {limits.max_context}"
         raise ContextExceeded(f"{name} is too large: {reason}", field=name)
     most = min(wanted or asked.default_max_tokens or left, limits.max_tokens, left)

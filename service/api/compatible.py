@@ -167,7 +167,8 @@ async def respond(
     one_call: bool = False,
     ignored: Sequence[str],
 ) -> Response:
-    """The stream of an answer, or the whole once it is there. ignored: names for the header."""
+    """The stream of an answer, or the whole once it is there. ignored: names for the header, before those of the exchange."""
+    ignored = [*ignored, *writer.exchange.ignored]
     if stream:
         frames = writer.frames(frontend.limits.keepalive_seconds, one_call=one_call)
         return with_ignored(EventStream(writer.exchange, frames), ignored)

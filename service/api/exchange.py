@@ -68,6 +68,8 @@ class Exchange:
         self._arrived = time.monotonic()
         self._seconds = seconds
         self._answers: list[_Answer] = []
+        self.ignored: list[str] = []
+        """Names of fields that its answers do not follow, for the header: known once the prompts are encoded."""
         self._entry = current_entry()
         if self._entry is not None:
             self._entry.per_prompt = per_prompt

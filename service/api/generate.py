@@ -35,6 +35,7 @@ def generate_routes(frontend: Frontend) -> APIRouter:
         """Generate text: one JSON answer, or server-sent events with `stream`."""
         ignored, caller = ignored_by(body, frontend), caller_of(request)
         exchange, answers = await frontend.submit([_asked(body)], caller, live=body.stream, route=request.url.path)
+        ignored += exchange.ignored
         if body.stream:
             patience = frontend.limits.keepalive_seconds
             frames = _server_sent(exchange, model, patience, body.return_tokens)

@@ -14,7 +14,6 @@ from service.core import AdapterState, FinishReason, RequestState, RunState, Sam
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_TAG_CHARS = 128
-MAX_MESSAGES = 1024
 MAX_IDS = 1000
 MAX_STOP_TOKENS = 1024
 MAX_BAD_WORDS = 1024
@@ -35,7 +34,7 @@ Whole = Annotated[int, Field(strict=True)]
 INTEGRAL = BeforeValidator(_whole)
 """Comes last, so that the schema keeps the bounds."""
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-Tokens = Annotated[Whole, Field(ge=1, lt=2**31), INTEGRAL]
+Tokens = Annotated[Whole, Field(ge=1, lt=2**63), INTEGRAL]
 DraftTokens = Annotated[Whole, Field(ge=0, le=64), INTEGRAL]
 StopString = Annotated[str, Field(strict=True, min_length=1, max_length=MAX_STOP_CHARS)]
 
@@ -126,7 +125,7 @@ class GenerateRequest(ClientModel):
     model_config = ConfigDict(json_schema_extra={"oneOf": [_OF_PROMPT, _OF_MESSAGES]})
 
     prompt: Annotated[Text, Field(min_length=1)] | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     chat_template: Flag = True
     max_tokens: Tokens | None = None
     """Tokens of the answer, at most; None: 256, or as many as fit in the context. `finish_reason` is "length" where it cut."""

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from anyio import to_thread
 from fastapi import APIRouter, Request, Response
 
 from service.api.access import caller_of
@@ -48,6 +47,7 @@ from service.api.events import frame
 from service.api.exchange import Exchange
 from service.api.ignored import with_ignored
 from service.api.schemas import TimingsAnswer
+from service.api.threads import COUNTING
 from service.core import Grammar, Piece, PieceKind, RedraftError, Sampling
 
 BILLING = "x-anthropic-billing-header:"
@@ -81,7 +81,7 @@ def messages_routes(frontend: Frontend) -> APIRouter:
         with_ignored(response, [*model_of(body.model, frontend)[1], *ignored])
         chat = _chat(body)
         check_size(Asked(chat, Sampling(), None), frontend.limits)
-        tokens = await to_thread.run_sync(frontend.encoder.encode_chat, chat.messages, chat.tools, chat.options)
+        tokens = await COUNTING.run(frontend.encoder.encode_chat, chat.messages, chat.tools, chat.options)
         return CountAnswer(input_tokens=len(tokens))
 
     return router

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from anyio import to_thread
 from fastapi import APIRouter, Request, Response
 
 from service.api.access import caller_of
@@ -59,6 +58,7 @@ from service.api.openai.responses_schemas import (
 )
 from service.api.openai.schemas import JSON_OBJECT, JsonFormat
 from service.api.schemas import ResponseModel, TimingsAnswer
+from service.api.threads import ENCODING
 from service.core import Grammar, Piece, PieceKind, RedraftError, Timings, TokenLogprobs
 
 
@@ -241,7 +241,7 @@ class _Writer:
             answer.incomplete_details = IncompleteDetails()
         spent = self._answer.timings
         # The tokenizer may be busy with a long prompt.
-        thought = await to_thread.run_sync(self._reasoning_tokens) if self._answer.reasoning else 0
+        thought = await ENCODING.run(self._reasoning_tokens) if self._answer.reasoning else 0
         answer.usage = self._usage(spent, min(thought, spent.predicted_n))
         answer.timings, answer.metrics = TimingsAnswer.of(spent), MetricsAnswer.of(spent)
         return answer

@@ -27,7 +27,6 @@ from service.api.parameters import (
 )
 from service.api.parts import AS_PART, TextPart
 from service.api.schemas import (
-    MAX_MESSAGES,
     Client,
     DraftTokens,
     Flag,
@@ -204,7 +203,7 @@ class ResponsesRequest(ClientModel):
         )
     )
 
-    input: Text | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
+    input: Text | Annotated[list[Item], Field(min_length=1)]
     model: Text | None = None
     instructions: Text | None = None
     max_output_tokens: Tokens | None = None
