@@ -125,6 +125,7 @@ class Application:
             cors_origins=settings.server.cors_origins,
             rate_limit=settings.server.rate_limit,
             share_across_keys=settings.server.share_across_keys,
+            draft_counts=settings.server.draft_counts,
         )
         self._api: ASGIApp = build_startup_api(stage=lambda: self.stage, metrics=self.metrics, doors=self._doors)
         self._serving: Serving | None = None

@@ -293,6 +293,9 @@ class ServerSettings(Section):
     share_across_keys: bool = False
     """Requests with different keys use each other's cached prefixes and look-ups: faster, but counts of cached and drafted
     tokens, and times, then say something about what others asked."""
+    draft_counts: bool = False
+    """Where there are several keys, answers tell clients too how many tokens were drafted and accepted. The draft has learnt
+    from what all keys asked, so these counts say something about the texts of others; operators' answers always have them."""
     cors_origins: list[str] = []
     """Origins of other sites' pages that may call this server, such as "https://chat.example". Applications whose pages have a
     scheme of their own (`app://`, `tauri://`, `vscode-webview://`) may call with a key without being named here."""

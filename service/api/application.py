@@ -36,7 +36,18 @@ from service.api.requests import requests_routes
 from service.api.runs import run_routes
 from service.api.session import session_routes
 from service.api.training import training_routes
-from service.core import Doorkeeper, Encoder, EngineStatus, GenerationService, Operator, Overview, Sampling, Unavailable
+from service.core import (
+    Access,
+    Caller,
+    Doorkeeper,
+    Encoder,
+    EngineStatus,
+    GenerationService,
+    Operator,
+    Overview,
+    Sampling,
+    Unavailable,
+)
 from service.metrics import Metrics
 
 OPERATOR_THREADS = 4
@@ -50,13 +61,20 @@ ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorAnswer}, "5XX":
 class Doors:
     """Who may call, and how often. allowed_hosts: names and addresses of this server, without ports. cors_origins: origins of
     other pages that may call it. rate_limit: see RateLimit; None: no limit. share_across_keys: requests with other keys may use
-    each other's cached prefixes and look-ups."""
+    each other's cached prefixes and look-ups.
+    draft_counts: clients' answers say how many tokens were drafted and accepted, also where there are several keys."""
 
     keeper: Doorkeeper
     allowed_hosts: Collection[str]
     cors_origins: Sequence[str] = ()
     rate_limit: str | None = None
     share_across_keys: bool = False
+    draft_counts: bool = False
+
+    def shows_draft_counts(self, caller: Caller) -> bool:
+        """Whether a caller's answers say how many tokens were drafted and accepted. With several keys that says something about
+        texts of others, from which the draft has learnt: it is for operators then."""
+        return self.draft_counts or caller.access >= Access.LOCAL or not self.keeper.several
 
     def install(self, app: FastAPI, metrics: Metrics) -> None:
         """Put what every request passes in front of an application's routes."""
@@ -119,6 +137,7 @@ def build_api(
         defaults or Sampling(),
         mailbox,
         share=doors.share_across_keys,
+        shows_draft_counts=doors.shows_draft_counts,
         strict=strict,
     )
     for router in (

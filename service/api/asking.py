@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -101,7 +101,8 @@ class ModelNames:
 class Frontend:
     """What the routes that generate have in common. defaults: sampling where a request to an OpenAI or Anthropic route says
     nothing. share: requests with other keys may use each other's cached prefixes and look-ups. openings: how conversations
-    began. strict: fields that this server never heard of, and names of models that it does not serve, are refused."""
+    began. shows_draft_counts: whether a caller's answers say how many tokens were drafted and accepted. strict: fields that
+    this server never heard of, and names of models that it does not serve, are refused."""
 
     service: GenerationService
     encoder: Encoder
@@ -111,6 +112,7 @@ class Frontend:
     defaults: Sampling
     mailbox: Mailbox
     share: bool = False
+    shows_draft_counts: Callable[[Caller], bool] = lambda caller: True
     strict: bool = False
     openings: Openings = field(default_factory=Openings)
 
@@ -125,6 +127,7 @@ class Frontend:
         self._check_count(asked, each)
         seconds = self.limits.request_timeout
         exchange = Exchange(self.metrics, self.mailbox, seconds, live=live, per_prompt=each)
+        exchange.draft_counts = self.shows_draft_counts(caller)
         with ExitStack() as held:
             places = [held.enter_context(self.service.reserve()) for _ in range(len(asked) * each)]
             prompts, made = await ENCODING.run(self._encoded, asked, each)

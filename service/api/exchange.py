@@ -68,6 +68,8 @@ class Exchange:
         self._arrived = time.monotonic()
         self._seconds = seconds
         self._answers: list[_Answer] = []
+        self.draft_counts = True
+        """Its answers say how many tokens were drafted and accepted."""
         self.ignored: list[str] = []
         """Names of fields that its answers do not follow, for the header: known once the prompts are encoded."""
         self._entry = current_entry()

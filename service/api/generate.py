@@ -44,7 +44,7 @@ def generate_routes(frontend: Frontend) -> APIRouter:
             return instead
         finished = answers[0].finished
         assert finished is not None
-        whole = GenerateAnswer(text=answers[0].text, **dict(_summary(finished, model, body.return_tokens)))
+        whole = GenerateAnswer(text=answers[0].text, **dict(_summary(finished, model, exchange, body.return_tokens)))
         return with_ignored(JSONResponse(whole.model_dump(mode="json", exclude_none=True)), ignored)
 
     return router
@@ -101,11 +101,12 @@ async def _server_sent(exchange: Exchange, model: str, patience: float, with_tok
                 case None:
                     yield KEEP_ALIVE
                 case _, Delta(text, tokens, drafted) if with_tokens:
-                    yield _data(DeltaAnswer(text=text, tokens=list(tokens), drafted=list(drafted)))
+                    guessed = list(drafted) if exchange.draft_counts else None
+                    yield _data(DeltaAnswer(text=text, tokens=list(tokens), drafted=guessed))
                 case _, Delta(text) if text:
                     yield _data(DeltaAnswer(text=text))
                 case _, Finished() as finished:
-                    yield _data(_summary(finished, model, with_tokens))
+                    yield _data(_summary(finished, model, exchange, with_tokens))
                     yield DONE
                 case _:
                     pass
@@ -115,7 +116,7 @@ async def _server_sent(exchange: Exchange, model: str, patience: float, with_tok
         exchange.close()
 
 
-def _summary(finished: Finished, model: str, with_tokens: bool) -> Summary:
+def _summary(finished: Finished, model: str, exchange: Exchange, with_tokens: bool) -> Summary:
     """How a request ended, as clients see it."""
     spent = finished.timings
     return Summary(
@@ -127,7 +128,7 @@ def _summary(finished: Finished, model: str, with_tokens: bool) -> Summary:
             completion_tokens=spent.predicted_n,
             total_tokens=spent.prompt_n + spent.predicted_n,
         ),
-        timings=TimingsAnswer.of(spent),
+        timings=TimingsAnswer.of(spent, draft_counts=exchange.draft_counts),
         tokens=list(finished.output) if with_tokens else None,
     )
 

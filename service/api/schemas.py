@@ -172,7 +172,7 @@ class Usage(ResponseModel):
 class TimingsAnswer(ResponseModel):
     """Where the time went, by llama.cpp's names; milliseconds of wall time. adapters: the versions that drafted for this
     answer, in order of first use. prompt_n: prompt tokens that were prefilled, without the cache_n found in the prefix cache.
-    rounds: speculative rounds."""
+    rounds: speculative rounds. What says how well the draft guessed is null or absent where it is not for this caller."""
 
     prompt_n: int
     cache_n: int
@@ -181,15 +181,17 @@ class TimingsAnswer(ResponseModel):
     predicted_n: int
     predicted_ms: float
     predicted_per_second: float
-    draft_n: int
-    draft_n_accepted: int
-    rounds: int
+    draft_n: int | None = None
+    draft_n_accepted: int | None = None
+    rounds: int | None = None
     adapters: list[int]
 
     @classmethod
-    def of(cls, spent: Timings) -> TimingsAnswer:
-        """As clients see it."""
+    def of(cls, spent: Timings, *, draft_counts: bool) -> TimingsAnswer:
+        """As clients see it. draft_counts: with what says how well the draft guessed."""
+        counts = {"draft_n": spent.draft_n, "draft_n_accepted": spent.draft_n_accepted, "rounds": spent.rounds}
         return cls(
+            **(counts if draft_counts else {}),
             prompt_n=spent.prompt_n - spent.cache_n,
             cache_n=spent.cache_n,
             prompt_ms=spent.prompt_seconds * 1000,
@@ -197,9 +199,6 @@ class TimingsAnswer(ResponseModel):
             predicted_n=spent.predicted_n,
             predicted_ms=spent.predicted_seconds * 1000,
             predicted_per_second=spent.predicted_per_second,
-            draft_n=spent.draft_n,
-            draft_n_accepted=spent.draft_n_accepted,
-            rounds=spent.rounds,
             adapters=list(spent.adapters),
         )
 
@@ -223,7 +222,8 @@ class GenerateAnswer(Summary):
 
 
 class DeltaAnswer(ResponseModel):
-    """One event of a stream. drafted[i]: the draft proposed tokens[i]. Both only with `return_tokens`."""
+    """One event of a stream. drafted[i]: the draft proposed tokens[i]; absent where that is not for this caller. Both only with
+    `return_tokens`."""
 
     text: str
     tokens: list[int] | None = None

@@ -409,6 +409,7 @@ class OpenHouse:
     """No key was ever made; TOKEN is that of the home folder."""
 
     without_key = LOCAL
+    several = False
 
     def by_key(self, secret: str) -> Caller | None:
         return OWNER if secret == TOKEN else None
@@ -466,6 +467,7 @@ class EchoServer:
     keeper: Doorkeeper = field(default_factory=OpenHouse)
     cors_origins: Sequence[str] = ()
     rate_limit: str | None = None
+    draft_counts: bool = False
     defaults: Sampling | None = None
     strict: bool = False
     idle_seconds: int = 75
@@ -488,7 +490,9 @@ class EchoServer:
             metrics=self.metrics,
             limits=self.limits,
             models=ModelNames("echo", ["gpt-4o"]),
-            doors=Doors(self.keeper, self.allowed_hosts, self.cors_origins, self.rate_limit),
+            doors=Doors(
+                self.keeper, self.allowed_hosts, self.cors_origins, self.rate_limit, draft_counts=self.draft_counts
+            ),
             overview=self.overview,
             feed=self.feed,
             defaults=self.defaults,

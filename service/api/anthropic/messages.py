@@ -44,7 +44,7 @@ from service.api.compatible import (
 )
 from service.api.errors import describe
 from service.api.events import frame
-from service.api.exchange import Exchange
+from service.api.exchange import KEEP_ALIVE, Exchange
 from service.api.ignored import with_ignored
 from service.api.schemas import TimingsAnswer
 from service.api.threads import COUNTING
@@ -224,7 +224,7 @@ class _Writer:
             stop_reason=self._stop_reason(),
             stop_sequence=answer.stopped_by,
             usage=self._usage(),
-            timings=TimingsAnswer.of(answer.timings),
+            timings=TimingsAnswer.of(answer.timings, draft_counts=self.exchange.draft_counts),
         )
 
     @property
@@ -253,17 +253,13 @@ class _Writer:
     async def frames(self, patience: float, *, one_call: bool) -> AsyncIterator[bytes]:
         """See Writer."""
         try:
-            usage = UsageAnswer(input_tokens=self.exchange.prompt_tokens, output_tokens=0)
-            start = MessagesAnswer(
-                id=self._id, model=self._model, content=[], stop_reason=None, stop_sequence=None, usage=usage
-            )
-            yield _event(
-                "message_start", message=start.model_dump(mode="json", exclude_none=False, exclude={"timings"})
-            )
             async for part in read_parts(self.exchange, [self._answer], patience, one_call=one_call):
                 if part is None:
-                    yield _event("ping")
+                    # Before its first event, which comes with the first token, a message has no pings.
+                    yield _event("ping") if self._answer.begun else KEEP_ALIVE
                     continue
+                if part.first:
+                    yield self._start()
                 for piece in part.pieces:
                     for frame in self._piece(piece):
                         yield frame
@@ -278,6 +274,14 @@ class _Writer:
             yield _event("error", **describe(error).model_dump(mode="json"))
         finally:
             self.exchange.close()
+
+    def _start(self) -> bytes:
+        usage = UsageAnswer(input_tokens=self.exchange.prompt_tokens, output_tokens=0)
+        start = MessagesAnswer(
+            id=self._id, model=self._model, content=[], stop_reason=None, stop_sequence=None, usage=usage
+        )
+        message = start.model_dump(mode="json", exclude_none=False, exclude={"timings"})
+        return _event("message_start", message=message)
 
     def _piece(self, piece: Piece) -> list[bytes]:
         frames: list[bytes] = []

@@ -243,7 +243,9 @@ class _Writer:
         # The tokenizer may be busy with a long prompt.
         thought = await ENCODING.run(self._reasoning_tokens) if self._answer.reasoning else 0
         answer.usage = self._usage(spent, min(thought, spent.predicted_n))
-        answer.timings, answer.metrics = TimingsAnswer.of(spent), MetricsAnswer.of(spent)
+        counts = self.exchange.draft_counts
+        answer.timings = TimingsAnswer.of(spent, draft_counts=counts)
+        answer.metrics = MetricsAnswer.of(spent, draft_counts=counts)
         return answer
 
     def _reasoning_tokens(self) -> int:

@@ -30,9 +30,9 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What opens something now, by hash. any: a key was made once, revoked or not."""
+    """What opens something now, by hash. made: how many keys were ever made, revoked ones too."""
 
-    any: bool = False
+    made: int = 0
     keys: tuple[tuple[bytes, ApiKey], ...] = ()
     sessions: tuple[tuple[bytes, bytes, datetime], ...] = ()
     """With the hashes of their keys, and their ends."""
@@ -95,7 +95,7 @@ class Keys:
             keys = connection.execute(select(api_keys)).all()
             sessions = connection.execute(select(page_sessions).where(page_sessions.c.expires_at > now)).all()
         return Known(
-            any=bool(keys),
+            made=len(keys),
             keys=tuple((row.hash, _key(row)) for row in keys if row.revoked_at is None),
             sessions=tuple((row.hash, row.key_hash, utc(row.expires_at)) for row in sessions),
         )
