@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.api import Doors, Feed, Limits, ModelNames, Replies, build_api, build_startup_api
 from service.app import PRACTICE, TARGETS, Folders, logged_outputs, resolve_models
+from service.connections import web_config
 from service.core import (
     Access,
     BadRequest,
@@ -134,6 +135,7 @@ class Application:
             cors_origins=settings.server.cors_origins,
             rate_limit=settings.server.rate_limit,
             share_across_keys=settings.server.share_across_keys,
+            draft_counts=settings.server.draft_counts,
         )
         recorded = settings.store.record
         self.replies = Replies(settings.store.replies_mb * 2**20 if recorded else 0, recorded=recorded)
@@ -201,6 +203,7 @@ class Application:
                 max_answers=settings.engine.max_rows + settings.engine.max_waiting,
                 max_body_bytes=settings.server.max_body_bytes,
                 request_timeout=settings.server.request_timeout,
+                arrival_seconds=settings.server.arrival_seconds,
                 keepalive_seconds=settings.server.keepalive_seconds,
                 max_tokens=serving.context,
                 max_context=serving.context,
@@ -566,16 +569,12 @@ def run_server(settings: Settings, on_ready: OnReady) -> int:
     _check_certificate(settings.server.ssl_certfile, settings.server.ssl_keyfile)
     listener = _listen(settings.server.host, settings.server.port)
     application = Application(settings, failed)
-    config = uvicorn.Config(
+    config = web_config(
         application,
-        interface="asgi3",
-        ws="none",
+        idle_seconds=settings.server.idle_seconds,
+        arrival_seconds=settings.server.arrival_seconds,
         host=settings.server.host,
         port=settings.server.port,
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        timeout_graceful_shutdown=5,
         ssl_certfile=settings.server.ssl_certfile,
         ssl_keyfile=settings.server.ssl_keyfile,
     )

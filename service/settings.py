@@ -263,18 +263,26 @@ class ServerSettings(Section):
     """Address to listen on."""
     port: int = Field(default=8321, ge=0, le=65535)
     """Port to listen on; 0: a free one."""
-    allowed_hosts: list[str] = ["localhost", "127.0.0.1", "::1"]
-    """Names and addresses by which clients may call this server (`Host`), without ports; `host` is always one of them."""
+    allowed_hosts: list[str] = ["localhost", "127.0.0.1", "::1", "host.docker.internal", "host.containers.internal"]
+    """Names and addresses by which clients may call a server without keys (`Host`), without ports; `host` is always one of
+    them. The last two are this machine's, as containers on it call it. A server with keys may be called by any name."""
     model_aliases: list[str] = []
     """Names of the model in the API, in place of the target's own: `GET /v1/models` lists them first, and answers have the one
     that the request used, else the first. The target's own name is answered too."""
     strict_requests: bool = False
     """Fields that this server never heard of are refused with 400, and names of models that it does not serve with 404.
     Otherwise such a request is answered, and the header `x-redraft-ignored` names what was ignored."""
-    max_body_bytes: int = Field(default=2**20, ge=1024)
+    max_body_bytes: int = Field(default=2**25, ge=1024)
     """Largest body of a request; a larger one gets 413."""
     request_timeout: float = Field(default=600.0, gt=0)
-    """Seconds that a request may take, waiting included; then 504."""
+    """Seconds that a request may wait for its first token, and a stream for the next one; a whole answer may take so long in
+    all. Then the answer ends with what there is (`length`), or with 504 where there is no token. A body may take so long
+    too."""
+    arrival_seconds: float = Field(default=30.0, gt=0)
+    """The head of a request has to arrive within so many seconds of its first byte, and a body may pause for as long; then
+    408."""
+    idle_seconds: int = Field(default=75, ge=1)
+    """A connection without a request is kept so long for the next one."""
     keepalive_seconds: float = Field(default=15.0, gt=0)
     """Silence on a stream after which an SSE comment is sent."""
     drain_seconds: float = Field(default=30.0, ge=0)
@@ -290,8 +298,12 @@ class ServerSettings(Section):
     share_across_keys: bool = False
     """Requests with different keys use each other's cached prefixes and look-ups: faster, but counts of cached and drafted
     tokens, and times, then say something about what others asked."""
+    draft_counts: bool = False
+    """Where there are several keys, answers tell clients too how many tokens were drafted and accepted. The draft has learnt
+    from what all keys asked, so these counts say something about the texts of others; operators' answers always have them."""
     cors_origins: list[str] = []
-    """Origins of other sites' pages that may call this server, such as "https://chat.example"."""
+    """Origins of other sites' pages that may call this server, such as "https://chat.example". Applications whose pages have a
+    scheme of their own (`app://`, `tauri://`, `vscode-webview://`) may call with a key without being named here."""
     ssl_certfile: PathSetting | None = None
     """Certificate (chain) for HTTPS, PEM; goes with ssl_keyfile."""
     ssl_keyfile: PathSetting | None = None
@@ -313,8 +325,10 @@ class ServerSettings(Section):
     @classmethod
     def _origins(cls, origins: list[str]) -> list[str]:
         for origin in origins:
-            if not re.fullmatch(r"https?://[^/*\s]+", origin):
-                raise ValueError("a scheme, a host and perhaps a port, as browsers send them: https://chat.example")
+            if not re.fullmatch(r"https?://[^/*\s]+|(?!https?:)[a-z][a-z0-9+.-]*://[^/*\s]*", origin):
+                raise ValueError(
+                    "a scheme, a host and perhaps a port, as browsers send them: https://chat.example, app://chat.example"
+                )
         return origins
 
     @field_validator("rate_limit")

@@ -137,10 +137,21 @@ def test_an_image_listens_where_it_exposes(dockerfile: str, monkeypatch: pytest.
 
 def test_the_image_that_serves_runs_as_nobody_special_with_what_it_needs() -> None:
     text = (ROOT / "Dockerfile").read_text()
-    assert re.search(r"^USER redraft$", text, re.MULTILINE)
+    # Kubernetes' runAsNonRoot takes numbers alone.
+    (number,) = re.findall(r"^USER ([1-9]\d*):\d+$", text, re.MULTILINE)
+    assert f"--uid {number} " in text
     for source in re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE):
         for name in source.split():
             assert (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize("dockerfile", ["Dockerfile", "Dockerfile.dev"])
+def test_images_are_built_from_pinned_versions(dockerfile: str) -> None:
+    text = (ROOT / dockerfile).read_text()
+    bases = re.findall(r"^FROM (\S+)", text, re.MULTILINE)
+    assert bases and all(re.fullmatch(r"[a-z/]+:\d+\.\d+\.\d+(-[a-z]+)+", base) for base in bases), bases
+    installed = re.findall(r"pip install .*", text)
+    assert installed and all(re.search(r" uv==\d+\.\d+\.\d+$", line) for line in installed), installed
 
 
 def test_services_are_whole_and_published_on_this_machine_alone() -> None:

@@ -122,8 +122,9 @@ class Guard:
     anything, 403 with one that does not open this route, for pages of other sites, for hosts that are not this server's, and
     for requests that a proxy has passed on to a server without keys.
 
-    A `Host` that is not this server's is no hindrance for who shows a key in a header: a page whose name was made to resolve to
-    this machine does not have it. The cookie counts for requests of our own page alone.
+    `Host` is checked where a request without a key may do something: on a server without keys. A page whose name was made to
+    resolve to this machine has neither a key nor a cookie of this server. Health is for probes, which call by address. The
+    cookie counts for requests of our own page alone.
     """
 
     def __init__(self, app: ASGIApp, doorkeeper: Doorkeeper, hosts: Hosts, metrics: Metrics) -> None:
@@ -175,9 +176,9 @@ class Guard:
         if len(callers) > 1:
             raise Unauthorized("the request carries two different keys")
         caller = next(iter(callers), None)
-        if caller is None:
+        if caller is None and keyless and not _is_health(scope["path"]):
             self._hosts.check_host(scope)
-        self._hosts.check_origin(scope)
+        self._hosts.check_origin(scope, with_key=caller is not None)
         if caller is None:
             session = _cookie(scope) if self._hosts.own_page(scope) else None
             caller = self._doorkeeper.by_session(session) if session is not None else None
@@ -193,6 +194,10 @@ class Guard:
                 field="Authorization",
             )
         raise Forbidden("this route wants an operator's key", field="Authorization")
+
+
+def _is_health(path: str) -> bool:
+    return path == "/health" or path.startswith("/health/")
 
 
 def _keys(scope: Scope) -> Iterable[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import math
+import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -51,6 +51,8 @@ class Answer:
     """The tool calls among them; each has an id."""
     logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
     finished: Finished | None = None
+    begun: bool = False
+    """Its first token came, or its end without any."""
     enough: bool = False
     """It was ended after its first call, whatever the model made before it knew of that."""
 
@@ -116,22 +118,27 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one event added to an answer. ended: it was the last."""
+    """What one event added to an answer. first: it has the answer's first token, whose text may be withheld yet, or is the end
+    of an answer without any. ended: it was the last."""
 
     index: int
     pieces: Sequence[Piece]
     logprobs: Sequence[TokenLogprobs]
+    first: bool
     ended: bool
 
 
 async def read_parts(
-    exchange: Exchange, answers: Sequence[Answer], patience: float, *, one_call: bool = False
+    exchange: Exchange, answers: Sequence[Answer], patience: float | None, *, one_call: bool = False
 ) -> AsyncIterator[Part | None]:
-    """What is added to the answers, event by event, which they then hold; None after every `patience` seconds without an event.
-    one_call: an answer ends after its first tool call. Raises as Exchange.events."""
+    """What is added to the answers, event by event, which they then hold. patience: of a stream: None comes after so many
+    seconds in which nothing was added, whether or not a withheld text grew. one_call: an answer ends after its first tool
+    call. Raises as Exchange.events."""
+    added_at = time.monotonic()
     async for event in exchange.events(patience):
         if event is None:
             yield None
+            added_at = time.monotonic()
             continue
         index, what = event
         answer = answers[index]
@@ -150,8 +157,14 @@ async def read_parts(
             exchange.end(index)
         answer.logprobs += logprobs
         pieces = answer.add(new)
-        if pieces or logprobs or answer.finished is not None:
-            yield Part(index, pieces, logprobs, answer.finished is not None)
+        first = not answer.begun and (isinstance(what, Finished) or bool(what.tokens))
+        answer.begun = answer.begun or first
+        if pieces or logprobs or first or answer.finished is not None:
+            yield Part(index, pieces, logprobs, first, answer.finished is not None)
+            added_at = time.monotonic()
+        elif patience is not None and time.monotonic() - added_at >= patience:
+            yield None
+            added_at = time.monotonic()
 
 
 def _read(answer: Answer, text: str) -> list[Piece]:
@@ -171,7 +184,7 @@ async def collect(
     disconnects, which a handler that writes nothing learns only by receiving. The exchange is closed at the end."""
 
     async def whole() -> None:
-        async for _ in read_parts(exchange, answers, math.inf, one_call=one_call):
+        async for _ in read_parts(exchange, answers, None, one_call=one_call):
             pass
 
     answered = asyncio.create_task(whole())

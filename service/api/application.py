@@ -8,6 +8,7 @@ from typing import Any
 
 from anyio import CapacityLimiter
 from fastapi import FastAPI
+from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Receive, Scope, Send
 
@@ -20,7 +21,7 @@ from service.api.errors import ErrorBoundary, install
 from service.api.generate import generate_routes
 from service.api.generations import generations_routes
 from service.api.health import health_routes
-from service.api.hosts import Hosts
+from service.api.hosts import OWN_SCHEME, Hosts
 from service.api.ignored import IGNORED
 from service.api.limits import BodyLimit, Limits, QueueLimit
 from service.api.mailbox import Mailbox
@@ -37,7 +38,18 @@ from service.api.requests import requests_routes
 from service.api.runs import run_routes
 from service.api.session import session_routes
 from service.api.training import training_routes
-from service.core import Doorkeeper, Encoder, EngineStatus, GenerationService, Operator, Overview, Sampling, Unavailable
+from service.core import (
+    Access,
+    Caller,
+    Doorkeeper,
+    Encoder,
+    EngineStatus,
+    GenerationService,
+    Operator,
+    Overview,
+    Sampling,
+    Unavailable,
+)
 from service.metrics import Metrics
 
 OPERATOR_THREADS = 4
@@ -53,13 +65,20 @@ ANTHROPIC_ERRORS: Documented = {"4XX": {"model": AnthropicErrorAnswer}, "5XX": {
 class Doors:
     """Who may call, and how often. allowed_hosts: names and addresses of this server, without ports. cors_origins: origins of
     other pages that may call it. rate_limit: see RateLimit; None: no limit. share_across_keys: requests with other keys may use
-    each other's cached prefixes and look-ups."""
+    each other's cached prefixes and look-ups.
+    draft_counts: clients' answers say how many tokens were drafted and accepted, also where there are several keys."""
 
     keeper: Doorkeeper
     allowed_hosts: Collection[str]
     cors_origins: Sequence[str] = ()
     rate_limit: str | None = None
     share_across_keys: bool = False
+    draft_counts: bool = False
+
+    def shows_draft_counts(self, caller: Caller) -> bool:
+        """Whether a caller's answers say how many tokens were drafted and accepted. With several keys that says something about
+        texts of others, from which the draft has learnt: it is for operators then."""
+        return self.draft_counts or caller.access >= Access.LOCAL or not self.keeper.several
 
     def install(self, app: FastAPI, metrics: Metrics) -> None:
         """Put what every request passes in front of an application's routes."""
@@ -68,14 +87,24 @@ class Doors:
         app.add_middleware(ErrorBoundary, metrics=metrics)
         app.add_middleware(RequestLog)
         app.add_middleware(RequestId)
-        if self.cors_origins:
-            app.add_middleware(
-                CORSMiddleware,
-                allow_origins=self.cors_origins,
-                allow_methods=["GET", "POST", "PUT", "DELETE"],
-                allow_headers=["*"],
-                expose_headers=["x-request-id", "request-id", "retry-after", IGNORED],
-            )
+        app.add_middleware(
+            CrossOrigin,
+            allow_origins=self.cors_origins,
+            allow_origin_regex=OWN_SCHEME,
+            allow_methods=["GET", "POST", "PUT", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "request-id", "retry-after", IGNORED],
+        )
+
+
+class CrossOrigin(CORSMiddleware):
+    """Tells browsers that pages of these origins may call. Requests of other origins go on to the guard, which refuses them."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        origin = Headers(scope=scope).get("origin") if scope["type"] == "http" else None
+        app = super().__call__ if origin is None or self.is_allowed_origin(origin) else self.app
+        await app(scope, receive, send)
 
 
 def build_api(
@@ -100,6 +129,7 @@ def build_api(
     """
     # No documentation pages: they would load scripts from elsewhere. The schema itself is at /openapi.json.
     app = FastAPI(title="Redraft", docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.state.max_context = limits.max_context
     threads = CapacityLimiter(OPERATOR_THREADS)
     mailbox = Mailbox()
     service.on_delivered(mailbox.flush)
@@ -112,6 +142,7 @@ def build_api(
         defaults or Sampling(),
         mailbox,
         share=doors.share_across_keys,
+        shows_draft_counts=doors.shows_draft_counts,
         strict=strict,
         replies=replies or Replies(0),
     )

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-
-from anyio import CapacityLimiter, to_thread
 
 from service.api.answers import Answer
 from service.api.errors import ContextExceeded, ModelNotFound, ToolNotFound
@@ -17,6 +15,7 @@ from service.api.limits import Limits
 from service.api.mailbox import Mailbox
 from service.api.openings import Openings
 from service.api.replies import Replies
+from service.api.threads import COMPILING, ENCODING
 from service.core import (
     NOTHING_HIDDEN,
     BadRequest,
@@ -32,9 +31,6 @@ from service.core import (
     Sampling,
 )
 from service.metrics import Metrics
-
-MAX_COMPILERS = 32
-"""Requests whose grammars are compiled, or wait for that, at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +62,8 @@ class ForcedCalls:
 class Asked:
     """One prompt (a chat, a text, or token ids) and how it is to be answered. max_tokens: None for `default_max_tokens`, or for
     as many as the context holds where that is None too. split: reasoning and calls in the answer to a chat are split from its
-    text. capped: a max_tokens that the context cannot hold is lowered instead of refused. bad_words: texts that are never said.
-    prediction: what the answer is expected to be.
-    show_special: special tokens are part of the answer's text.
+    text. capped: a max_tokens that the context cannot hold is lowered even where the server is strict. bad_words: texts that
+    are never said. prediction: what the answer is expected to be. show_special: special tokens are part of the answer's text.
     prompt_field, max_tokens_field: their names in the request, for errors."""
 
     prompt: Chat | str | Sequence[int]
@@ -135,8 +130,9 @@ class ModelNames:
 class Frontend:
     """What the routes that generate have in common. defaults: sampling where a request to an OpenAI or Anthropic route says
     nothing. share: requests with other keys may use each other's cached prefixes and look-ups. openings: how conversations
-    began. strict: fields that this server never heard of, and names of models that it does not serve, are refused. replies:
-    those that later requests may refer to."""
+    began. shows_draft_counts: whether a caller's answers say how many tokens were drafted and accepted. strict: fields that
+    this server never heard of, and names of models that it does not serve, are refused. replies: those that later requests
+    may refer to."""
 
     service: GenerationService
     encoder: Encoder
@@ -146,10 +142,10 @@ class Frontend:
     defaults: Sampling
     mailbox: Mailbox
     share: bool = False
+    shows_draft_counts: Callable[[Caller], bool] = lambda caller: True
     strict: bool = False
     openings: Openings = field(default_factory=Openings)
     replies: Replies = field(default_factory=lambda: Replies(0))
-    compilers: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(MAX_COMPILERS))
 
     async def submit(
         self, asked: Sequence[Asked], caller: Caller, *, each: int = 1, live: bool, route: str
@@ -162,13 +158,15 @@ class Frontend:
         self._check_count(asked, each)
         seconds = self.limits.request_timeout
         exchange = Exchange(self.metrics, self.mailbox, seconds, live=live, per_prompt=each)
+        exchange.draft_counts = self.shows_draft_counts(caller)
         with ExitStack() as held:
             places = [held.enter_context(self.service.reserve()) for _ in range(len(asked) * each)]
-            encoded, made = await to_thread.run_sync(self._encoded, asked, each)
+            encoded, made = await ENCODING.run(self._encoded, asked, each)
             prompts = [prompt for prompt, _ in encoded]
+            exchange.ignored += _lowered(asked, prompts)
             if any(one.constrained for one in asked):
                 # On threads of their own: a grammar may take seconds, and other routes need theirs meanwhile.
-                prompts = await to_thread.run_sync(self._constrained, encoded, asked, exchange, limiter=self.compilers)
+                prompts = await COMPILING.run(self._constrained, encoded, asked, exchange)
             salt = "" if self.share or caller.key is None else caller.key
             prompts = [replace(prompt, api_key=caller.key, cache_salt=salt) for prompt in prompts]
             several = [_answer_number(prompt, i) for prompt in prompts for i in range(each)]
@@ -193,7 +191,9 @@ class Frontend:
     def _encoded(self, asked: Sequence[Asked], each: int) -> tuple[list[tuple[Prompt, Reasoning]], list[Answer]]:
         """The prompts with what they have done about reasoning, and their answers before anything of them is there. Waits for
         the tokenizer."""
-        found = [to_prompt(one, self.encoder, self.limits, self.openings, self.defaults) for one in asked]
+        found = [
+            to_prompt(one, self.encoder, self.limits, self.openings, self.defaults, strict=self.strict) for one in asked
+        ]
         answers = [self._answer(one, how) for one, (_, how) in zip(asked, found, strict=True) for _ in range(each)]
         return found, answers
 
@@ -215,7 +215,7 @@ class Frontend:
             raise BadRequest(
                 f"this server is strict, and {', '.join(names)} cannot be enforced", field=next(iter(names))
             )
-        exchange.unenforced = list(names)
+        exchange.ignored += names
         return found
 
     def _answer(self, asked: Asked, reasoning: Reasoning) -> Answer:
@@ -223,6 +223,15 @@ class Frontend:
         if not asked.split or not isinstance(chat, Chat):
             return Answer(None)
         return Answer(self.encoder.answer_reader(chat.tools, reasoning))
+
+
+def _lowered(asked: Sequence[Asked], prompts: Sequence[Prompt]) -> list[str]:
+    """Names of fields that ask for longer answers than there is room for."""
+    return [
+        one.max_tokens_field
+        for one, prompt in zip(asked, prompts, strict=True)
+        if one.max_tokens is not None and one.max_tokens > prompt.sampling.max_tokens
+    ]
 
 
 def _answer_number(prompt: Prompt, index: int) -> Prompt:
@@ -236,7 +245,7 @@ def _answer_number(prompt: Prompt, index: int) -> Prompt:
 
 
 def check_size(asked: Asked, limits: Limits) -> None:
-    """Raises BadRequest for a prompt that cannot fit by its bytes, which costs nothing to count."""
+    """Raises ContextExceeded for a prompt that cannot fit by its bytes, which costs nothing to count."""
     if limits.max_prompt_bytes is None:
         return
     match asked.prompt:
@@ -261,13 +270,14 @@ def _too_long(asked: Asked, reason: str, tokens: int, limits: Limits) -> Context
 
 
 def to_prompt(
-    asked: Asked, encoder: Encoder, limits: Limits, openings: Openings, defaults: Sampling
+    asked: Asked, encoder: Encoder, limits: Limits, openings: Openings, defaults: Sampling, *, strict: bool = False
 ) -> tuple[Prompt, Reasoning]:
     """What is asked as the engine takes it, encoded, without its constraint, and how its answer begins. defaults: the model's
-    own sampling. Raises
-    BadRequest naming the field that cannot be served."""
+    own sampling. strict: a max_tokens beyond the room is refused instead of lowered. Raises BadRequest naming the field that
+    cannot be served."""
     wanted, name = asked.max_tokens, asked.max_tokens_field
-    if wanted is not None and wanted > limits.max_tokens and not asked.capped:
+    refused = strict and not asked.capped
+    if wanted is not None and wanted > limits.max_tokens and refused:
         raise BadRequest(f"{name} is {limits.max_tokens} at most", field=name)
     encoded = _encode(asked, encoder)
     tokens, reasoning = encoded.tokens, encoded.reasoning if asked.split else Reasoning.CLOSED
@@ -275,7 +285,7 @@ def to_prompt(
     if left < 1:
         reason = f"{len(tokens)} tokens leave no room in a context of {limits.max_context}"
         raise _too_long(asked, reason, len(tokens), limits)
-    if wanted is not None and wanted > left and not asked.capped:
+    if wanted is not None and wanted > left and refused:
         reason = f"{len(tokens)} prompt tokens leave room for {left} in a context of {limits.max_context}"
         raise ContextExceeded(f"{name} is too large: {reason}", field=name)
     most = min(wanted or asked.default_max_tokens or left, limits.max_tokens, left)

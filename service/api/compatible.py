@@ -166,9 +166,8 @@ async def respond(
     one_call: bool = False,
     ignored: Sequence[str],
 ) -> Response:
-    """The stream of an answer, or the whole once it is there. ignored: names for the header, besides those of the schemas'
-    keywords that are not enforced."""
-    ignored = [*ignored, *writer.exchange.unenforced]
+    """The stream of an answer, or the whole once it is there. ignored: names for the header, before those of the exchange."""
+    ignored = [*ignored, *writer.exchange.ignored]
     if stream:
         frames = writer.frames(frontend.limits.keepalive_seconds, one_call=one_call)
         return with_ignored(EventStream(writer.exchange, frames), ignored)

@@ -44,7 +44,7 @@ GENERATING = frozenset({"/generate", "/v1/chat/completions", "/v1/completions", 
 
 
 class TimedOut(RedraftError):
-    """The request took longer than the server allows."""
+    """No token came within the time that the server allows."""
 
     code = "timeout"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from fastapi.responses import StreamingResponse
@@ -30,18 +30,22 @@ from service.metrics import Metrics
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
+ENDING_SECONDS = 30.0
+"""How long the engine may take to end answers whose time is up: a round, and a chunk of another request's prompt."""
 
 
 @dataclass(slots=True)
 class _Answer:
     """One answer of the request: what the engine has of it, and what was not delivered yet. enough: it was ended here.
-    given_up: it was cancelled, for nobody waits for it. failed: an error was counted. over: its last event came."""
+    timed_out: it was ended here because its time was up. given_up: it was cancelled, for nobody waits for it. failed: an error
+    was counted. over: its last event came."""
 
     prompt_tokens: int
     unsent: list[Event]
     ticket: Ticket | None = None
     last_delta_at: float | None = None
     enough: bool = False
+    timed_out: bool = False
     given_up: bool = False
     failed: bool = False
     over: bool = False
@@ -51,8 +55,8 @@ class Exchange:
     """A request from its arrival to its end, on one event loop, with one answer or several. Whoever calls submit() must call
     close() as well.
 
-    seconds: how long the request may take in all, from now on. live: its events are wanted as they come; otherwise those of an
-    answer come at its end. per_prompt: answers to each prompt.
+    seconds: how long the request may take, see `events`. live: its events are wanted as they come; otherwise those of an answer
+    come at its end. per_prompt: answers to each prompt.
     """
 
     def __init__(self, metrics: Metrics, mailbox: Mailbox, seconds: float, *, live: bool, per_prompt: int = 1) -> None:
@@ -63,9 +67,12 @@ class Exchange:
         self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._arrived = time.monotonic()
         self._seconds = seconds
-        self.unenforced: Sequence[str] = ()
-        """Places in the request's schemas that its answers may violate."""
         self._answers: list[_Answer] = []
+        self.draft_counts = True
+        """Its answers say how many tokens were drafted and accepted."""
+        self.ignored: list[str] = []
+        """Names of fields, and of places in schemas, that its answers do not follow, for the header: known once the prompts are
+        encoded."""
         self._entry = current_entry()
         if self._entry is not None:
             self._entry.per_prompt = per_prompt
@@ -97,24 +104,33 @@ class Exchange:
         """Tokens of the first answer's prompt."""
         return self._answers[0].prompt_tokens
 
-    async def events(self, patience: float) -> AsyncIterator[tuple[int, Delta | Finished] | None]:
-        """The engine's events with the number of their answer, each answer's last one Finished; None after every `patience`
-        seconds without an event.
+    async def events(self, patience: float | None) -> AsyncIterator[tuple[int, Delta | Finished] | None]:
+        """The engine's events with the number of their answer, each answer's last one Finished. patience: of a stream: None
+        comes after so many seconds without an event; None: the answers are sent as a whole.
 
-        Raises the engine's error when an answer failed, TimedOut when the request took too long.
+        The request's seconds bound the time from its arrival to the end of whole answers, or to a stream's first event, and
+        then the time from one event to the next. After that the answers end with what there is of them, as at their
+        max_tokens. Raises TimedOut where no answer has a token then, and the engine's error when an answer failed.
         """
         unfinished = len(self._answers)
+        deadline, ending = self._arrived + self._seconds, False
         while unfinished:
-            left = self._arrived + self._seconds - time.monotonic()
+            left = deadline - time.monotonic()
             if left <= 0:
-                self._fail(TimedOut(f"the request took longer than {self._seconds:g} s"))
+                if ending or all(answer.last_delta_at is None for answer in self._answers):
+                    self._fail(TimedOut(f"no token came within {self._seconds:g} s"))
+                self._end_in_time()
+                deadline, ending = time.monotonic() + ENDING_SECONDS, True
+                continue
             try:
-                async with asyncio.timeout(min(patience, left)):
+                async with asyncio.timeout(left if patience is None else min(patience, left)):
                     index, event = await self._queue.get()
             except TimeoutError:
-                if patience < left:
+                if patience is not None and patience < left:
                     yield None
                 continue
+            if patience is not None and not ending:
+                deadline = time.monotonic() + self._seconds
             match event:
                 case Delta():
                     yield index, event
@@ -128,6 +144,13 @@ class Exchange:
         """End one answer of which there is enough. Its Finished still comes, and counts as the model's own end."""
         self._answers[index].enough = True
         self._cancel(self._answers[index])
+
+    def _end_in_time(self) -> None:
+        """End the answers that are not over, for their time is up. Their Finished still comes."""
+        for answer in self._answers:
+            if not answer.over:
+                answer.timed_out = True
+                self._cancel(answer)
 
     def close(self) -> None:
         """Cancel what is not over in the engine. Idempotent."""
@@ -152,8 +175,11 @@ class Exchange:
 
     def _deliver(self, index: int, event: Event) -> None:
         """On the event loop, also when nobody waits for events any more."""
+        own = self._answers[index]
+        if own.timed_out and isinstance(event, Finished) and event.finish is FinishReason.CANCELLED:
+            event = replace(event, finish=FinishReason.LENGTH)
         if not isinstance(event, Delta):
-            self._ended(self._answers[index], event)
+            self._ended(own, event)
         self._queue.put_nowait((index, event))
 
     def _observe_latency(self, answer: _Answer) -> None:

@@ -44,6 +44,7 @@ def generate_routes(frontend: Frontend) -> APIRouter:
         """Generate text: one JSON answer, or server-sent events with `stream`."""
         ignored, caller = ignored_by(body, frontend), caller_of(request)
         exchange, answers = await frontend.submit([_asked(body)], caller, live=body.stream, route=request.url.path)
+        ignored += exchange.ignored
         if body.stream:
             patience = frontend.limits.keepalive_seconds
             frames = _server_sent(exchange, model, patience, body.return_tokens)
@@ -52,7 +53,7 @@ def generate_routes(frontend: Frontend) -> APIRouter:
             return instead
         finished = answers[0].finished
         assert finished is not None
-        whole = GenerateAnswer(text=answers[0].text, **dict(_summary(finished, model, body.return_tokens)))
+        whole = GenerateAnswer(text=answers[0].text, **dict(_summary(finished, model, exchange, body.return_tokens)))
         return with_ignored(JSONResponse(whole.model_dump(mode="json", exclude_none=True)), ignored)
 
     return router
@@ -111,11 +112,12 @@ async def _server_sent(exchange: Exchange, model: str, patience: float, with_tok
                 case None:
                     yield KEEP_ALIVE
                 case _, Delta(text, tokens, drafted) if with_tokens:
-                    yield _data(DeltaAnswer(text=text, tokens=list(tokens), drafted=list(drafted)))
+                    guessed = list(drafted) if exchange.draft_counts else None
+                    yield _data(DeltaAnswer(text=text, tokens=list(tokens), drafted=guessed))
                 case _, Delta(text) if text:
                     yield _data(DeltaAnswer(text=text))
                 case _, Finished() as finished:
-                    yield _data(_summary(finished, model, with_tokens))
+                    yield _data(_summary(finished, model, exchange, with_tokens))
                     yield DONE
                 case _:
                     pass
@@ -125,7 +127,7 @@ async def _server_sent(exchange: Exchange, model: str, patience: float, with_tok
         exchange.close()
 
 
-def _summary(finished: Finished, model: str, with_tokens: bool) -> Summary:
+def _summary(finished: Finished, model: str, exchange: Exchange, with_tokens: bool) -> Summary:
     """How a request ended, as clients see it."""
     spent = finished.timings
     return Summary(
@@ -138,7 +140,7 @@ def _summary(finished: Finished, model: str, with_tokens: bool) -> Summary:
             total_tokens=spent.prompt_n + spent.predicted_n,
             completion_tokens_details=CompletionTokensDetails.of(spent),
         ),
-        timings=TimingsAnswer.of(spent),
+        timings=TimingsAnswer.of(spent, draft_counts=exchange.draft_counts),
         tokens=list(finished.output) if with_tokens else None,
     )
 

@@ -20,6 +20,10 @@ from service.api.errors import Forbidden
 
 _AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]/:@?#\s]+)(?::(\d{1,5}))?")
 _DEFAULT_PORTS = {"http": "80", "https": "443"}
+OWN_SCHEME = r"(?i:(?!https?:)[a-z][a-z0-9+.-]*://[^\s*]*|https?://tauri\.localhost)"
+"""Origins of applications that show pages of their own, such as `app://obsidian.md` and `vscode-webview://...`. No web site has
+one; Tauri's on Windows is a name that always resolves to the machine that asks."""
+_OWN_SCHEME = re.compile(OWN_SCHEME)
 _OTHER_SITES = {"cross-site", "same-site"}
 """Values of Sec-Fetch-Site for requests of pages that this server did not send (another port is the same site)."""
 
@@ -79,12 +83,13 @@ class Hosts:
                 field="Host",
             )
 
-    def check_origin(self, scope: Scope) -> None:
+    def check_origin(self, scope: Scope, *, with_key: bool = False) -> None:
         """Raises Forbidden for requests of other sites' pages, but for those of `cors_origins`: an `Origin` must be this very
         server, the same name and port as `Host`. So must one that a browser marks as another site's (`Sec-Fetch-Site`), which
-        covers what it sends without an `Origin`. Clients that are no browsers send neither header."""
+        covers what it sends without an `Origin`. Clients that are no browsers send neither header. with_key: the request has a
+        key, with which applications whose origins are of their own scheme may call too."""
         origins, hosts = _values(scope, b"origin"), _values(scope, b"host")
-        if origins and all(origin.strip().lower() in self._origins for origin in origins):
+        if origins and all(self._is_allowed(origin.strip().lower(), with_key=with_key) for origin in origins):
             return
         if any(not _same_origin(origin, "".join(hosts)) for origin in origins):
             raise Forbidden(
@@ -99,6 +104,9 @@ class Hosts:
                 "pages of other sites may not call this server, whose names are those of server.allowed_hosts",
                 field="Sec-Fetch-Site",
             )
+
+    def _is_allowed(self, origin: str, *, with_key: bool) -> bool:
+        return origin in self._origins or (with_key and _OWN_SCHEME.fullmatch(origin) is not None)
 
     def own_page(self, scope: Scope) -> bool:
         """Whether a request may be our own page's, which alone may use its cookie: what changes something says so by its

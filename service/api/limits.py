@@ -17,7 +17,8 @@ LENGTH_DIGITS = 20
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of one request. Times in seconds; max_tokens bounds an answer, max_context prompt and answer together.
+    """Limits of one request. Times in seconds: arrival_seconds is that of a pause within a body. max_tokens bounds an answer,
+    max_context prompt and answer together.
 
     max_prompt_bytes: a prompt of more bytes (UTF-8) has more than max_context tokens, whatever it says, and is refused
     before it is tokenised; None: unknown. max_answers: a request for more answers than the rows and the queue hold can never
@@ -31,6 +32,7 @@ class Limits:
     max_context: int
     max_prompt_bytes: int | None = None
     max_answers: int | None = None
+    arrival_seconds: float = 30.0
 
 
 class QueueLimit:
@@ -60,8 +62,9 @@ class QueueLimit:
 class BodyLimit:
     """ASGI middleware that counts the bytes of a request's body, declared or chunked, as the application reads them.
 
-    Too many bytes raise an HTTPException of status 413 out of `receive`, a body that is not complete within the request
-    timeout one of status 408; both reach the client in the one error shape. No more than the limit is held in memory.
+    Too many bytes raise an HTTPException of status 413 out of `receive`, a body that pauses for longer than `arrival_seconds`,
+    or is not complete within the request timeout, one of status 408; both reach the client in the one error shape. No more than
+    the limit is held in memory.
     """
 
     def __init__(self, app: ASGIApp, limits: Limits) -> None:
@@ -86,7 +89,7 @@ class BodyLimit:
             if declared > self._limits.max_body_bytes:
                 raise self._too_large()
             try:
-                async with asyncio.timeout_at(deadline):
+                async with asyncio.timeout_at(min(deadline, loop.time() + self._limits.arrival_seconds)):
                     message = await receive()
             except TimeoutError:
                 raise HTTPException(408, "the request's body did not arrive in time") from None

@@ -14,7 +14,6 @@ from service.core import AdapterState, FinishReason, RequestState, RunState, Sam
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_TAG_CHARS = 128
-MAX_MESSAGES = 1024
 MAX_IDS = 1000
 MAX_STOP_TOKENS = 1024
 MAX_BAD_WORDS = 1024
@@ -35,7 +34,7 @@ Whole = Annotated[int, Field(strict=True)]
 INTEGRAL = BeforeValidator(_whole)
 """Comes last, so that the schema keeps the bounds."""
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-Tokens = Annotated[Whole, Field(ge=1, lt=2**31), INTEGRAL]
+Tokens = Annotated[Whole, Field(ge=1, lt=2**63), INTEGRAL]
 DraftTokens = Annotated[Whole, Field(ge=0, le=64), INTEGRAL]
 StopString = Annotated[str, Field(strict=True, min_length=1, max_length=MAX_STOP_CHARS)]
 
@@ -126,7 +125,7 @@ class GenerateRequest(ClientModel):
     model_config = ConfigDict(json_schema_extra={"oneOf": [_OF_PROMPT, _OF_MESSAGES]})
 
     prompt: Annotated[Text, Field(min_length=1)] | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     chat_template: Flag = True
     max_tokens: Tokens | None = None
     """Tokens of the answer, at most; None: 256, or as many as fit in the context. `finish_reason` is "length" where it cut."""
@@ -194,7 +193,7 @@ class Usage(ResponseModel):
 class TimingsAnswer(ResponseModel):
     """Where the time went, by llama.cpp's names; milliseconds of wall time. adapters: the versions that drafted for this
     answer, in order of first use. prompt_n: prompt tokens that were prefilled, without the cache_n found in the prefix cache.
-    rounds: speculative rounds."""
+    rounds: speculative rounds. What says how well the draft guessed is null or absent where it is not for this caller."""
 
     prompt_n: int
     cache_n: int
@@ -203,15 +202,17 @@ class TimingsAnswer(ResponseModel):
     predicted_n: int
     predicted_ms: float
     predicted_per_second: float
-    draft_n: int
-    draft_n_accepted: int
-    rounds: int
+    draft_n: int | None = None
+    draft_n_accepted: int | None = None
+    rounds: int | None = None
     adapters: list[int]
 
     @classmethod
-    def of(cls, spent: Timings) -> TimingsAnswer:
-        """As clients see it."""
+    def of(cls, spent: Timings, *, draft_counts: bool) -> TimingsAnswer:
+        """As clients see it. draft_counts: with what says how well the draft guessed."""
+        counts = {"draft_n": spent.draft_n, "draft_n_accepted": spent.draft_n_accepted, "rounds": spent.rounds}
         return cls(
+            **(counts if draft_counts else {}),
             prompt_n=spent.prompt_n - spent.cache_n,
             cache_n=spent.cache_n,
             prompt_ms=spent.prompt_seconds * 1000,
@@ -219,9 +220,6 @@ class TimingsAnswer(ResponseModel):
             predicted_n=spent.predicted_n,
             predicted_ms=spent.predicted_seconds * 1000,
             predicted_per_second=spent.predicted_per_second,
-            draft_n=spent.draft_n,
-            draft_n_accepted=spent.draft_n_accepted,
-            rounds=spent.rounds,
             adapters=list(spent.adapters),
         )
 
@@ -245,7 +243,8 @@ class GenerateAnswer(Summary):
 
 
 class DeltaAnswer(ResponseModel):
-    """One event of a stream. drafted[i]: the draft proposed tokens[i]. Both only with `return_tokens`."""
+    """One event of a stream. drafted[i]: the draft proposed tokens[i]; absent where that is not for this caller. Both only with
+    `return_tokens`."""
 
     text: str
     tokens: list[int] | None = None

@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Coroutine
-from typing import Any, Never
+from typing import Any, Never, cast
 
 from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BeforeValidator
 
+from service.api.errors import ContextExceeded
 from service.api.printing import printable
+from service.api.threads import PARSING
 from service.core import BadRequest
 
+LARGE_BYTES = 2**16
+"""A body of more bytes is parsed on a thread."""
+ENTRIES = ("messages", "input", "prompt")
+"""Fields of bodies whose entries each take a token of the context or more."""
 MAX_DEPTH = 128
 """Objects and arrays within each other in a body: pydantic writes some 250 in an answer, grammars take 128."""
 
@@ -75,6 +81,31 @@ NUMERAL = BeforeValidator(_numeral)
 """Of numbers in paths and queries; comes last, so that the schema keeps the bounds."""
 
 
+def check_entries(body: object, max_context: int) -> None:
+    """Raises ContextExceeded for more messages, parts of one, or token ids than a context has tokens: before they are looked at
+    one by one, which takes the event loop's time."""
+    given = cast("dict[str, object]", body) if isinstance(body, dict) else {}
+    for name in ENTRIES:
+        entries = given.get(name)
+        if not isinstance(entries, list):
+            continue
+        # Several prompts share no context.
+        parts = [_parts(entry) for entry in cast("list[object]", entries)]
+        count = max([len(parts) if name != "prompt" or _is_number(entries[:1]) else 0, *parts])
+        if count > max_context:
+            reason = f"{count} entries cannot fit in a context of {max_context} tokens"
+            raise ContextExceeded(f"{name} is too long: {reason}", field=name)
+
+
+def _parts(entry: object) -> int:
+    parts = cast("dict[str, object]", entry).get("content") if isinstance(entry, dict) else entry
+    return len(cast("list[object]", parts)) if isinstance(parts, list) else 0
+
+
+def _is_number(first: list[object]) -> bool:
+    return bool(first) and isinstance(first[0], int)
+
+
 class StrictRequest(Request):
     """A request whose JSON is parsed by parse_json, once."""
 
@@ -84,7 +115,8 @@ class StrictRequest(Request):
     async def json(self) -> object:
         """The parsed body. Raises BadRequest."""
         if not self._read:
-            self._parsed = parse_json(await self.body())
+            raw = await self.body()
+            self._parsed = parse_json(raw) if len(raw) <= LARGE_BYTES else await PARSING.run(parse_json, raw)
             self._read = True
         return self._parsed
 
@@ -113,7 +145,9 @@ class StrictRoute(APIRoute):
                 media = request.headers.get("content-type", "").split(";")[0].strip().lower()
                 if media != "application/json":
                     raise HTTPException(415, "the body must be application/json")
-                await request.json()
+                body, most = await request.json(), getattr(request.app.state, "max_context", None)
+                if most is not None:
+                    check_entries(body, most)
             elif await request.body() not in (b"", b"{}"):
                 raise BadRequest("this route takes no body", field="body")
             return await handle(request)

@@ -394,6 +394,11 @@ class Doorkeeper(Protocol):
         """Who calls without a key."""
         ...
 
+    @property
+    def several(self) -> bool:
+        """Whether there is, or was, more than one key."""
+        ...
+
     def by_key(self, secret: str) -> Caller | None:
         """Who has this key, or token; None: nobody."""
         ...

@@ -20,7 +20,7 @@ from service.api.access import ROUTES, check_routes
 from service.core import Access, BadRequest, Conflict, NotFound
 from service.settings import load_settings
 from service.store.access.key_ring import KeyRing
-from service.store.access.keys import CONFIGURED, Keys
+from service.store.access.keys import CONFIGURED, MAX_SESSIONS, Keys
 from service.store.database import Database, upgrade
 from service.store.tables import page_sessions
 from tests.support.echo_engine import EchoServer
@@ -115,9 +115,9 @@ def test_codes_of_every_route_for_every_key_and_page(http: httpx.Client, place: 
     link = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
     assert (call(http, name, headers | link) == 403) is (name != "GET /")
     assert call(http, name, headers | link | {"sec-fetch-mode": "cors"}) == 403
-    # A key in a header is enough to call the server by another name.
+    # A server with keys may be called by any name: who shows none, or a wrong one, hears of keys and not of hosts.
     found = call(http, name, headers | {"host": "other.example"})
-    assert found not in {401, 403} if has and through else found == 403
+    assert found == expected if expected else found not in {401, 403}
 
 
 @pytest.mark.parametrize(("host", "origin"), [("@", "http://@"), ("@", "http://#"), ("a:b", "https://")])
@@ -304,6 +304,18 @@ def test_a_session_ends_with_its_key_and_after_twelve_hours(place: Place, http: 
     assert len(place.keys.known().sessions) == 1
 
 
+def test_sessions_of_a_key_are_bounded_and_the_oldest_ends(place: Place) -> None:
+    secret = place.keys.create("many", Access.CLIENT)
+    place.ring.refresh()
+    other = place.ring.log_in(place.secrets["operator"])
+    opened = [place.ring.log_in(secret) for _ in range(MAX_SESSIONS + 2)]
+    callers = [place.ring.by_session(session or "") for session in opened]
+    assert callers[:2] == [None, None] and {caller and caller.key for caller in callers[2:]} == {"many"}
+    assert place.ring.by_session(other or "") is not None, "another key has its own"
+    place.keys.revoke("many")
+    place.ring.refresh()
+
+
 def test_a_session_ends_in_time_where_the_database_does_not_answer(tmp_path: Path) -> None:
     url = url_of(tmp_path / "redraft.db")
     upgrade(url)
@@ -370,7 +382,7 @@ def test_pages_of_named_origins_may_call(tmp_path: Path) -> None:
         asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
         found = http.options("/generate", headers={"origin": "https://chat.example"} | asks)
         assert (found.status_code, found.headers["access-control-allow-origin"]) == (200, "https://chat.example")
-        assert http.options("/generate", headers={"origin": EVIL} | asks).status_code == 400
+        assert http.options("/generate", headers={"origin": EVIL} | asks).status_code == 403
         key = bearer(place.secrets["client"])
         body: dict[str, Any] = {"prompt": "a"}
         found = http.post("/generate", json=body, headers=key | {"origin": "https://chat.example"})
@@ -384,8 +396,51 @@ def test_pages_of_named_origins_may_call(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "origin",
+    [
+        "app://obsidian.md", "tauri://localhost", "http://tauri.localhost", "vscode-webview://1q2w3e", "file://",
+        "capacitor://localhost", "chrome-extension://abcdefghijkl", "moz-extension://0a1b-2c3d", "App://-",
+    ],
+)  # fmt: skip
+def test_applications_with_a_scheme_of_their_own_may_call_with_a_key(
+    http: httpx.Client, place: Place, origin: str
+) -> None:
+    asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    page = {"origin": origin, "sec-fetch-site": "cross-site", "sec-fetch-mode": "cors"}
+    found = http.options("/v1/chat/completions", headers=page | asks)
+    assert (found.status_code, found.headers["access-control-allow-origin"]) == (200, origin)
+    assert found.headers["access-control-allow-headers"] == asks["access-control-request-headers"]
+    for headers in (bearer(place.secrets["client"]), {"x-api-key": place.secrets["client"]}):
+        found = http.post("/generate", json={"prompt": "a"}, headers=page | headers)
+        assert (found.status_code, found.headers["access-control-allow-origin"]) == (200, origin)
+    # The application may read why it is refused.
+    cookie = cookie_of(log_in(http, place.secrets["operator"]))
+    http.cookies.clear()
+    for headers in ({}, bearer("rd-nothing"), cookie):
+        found = http.post("/generate", json={"prompt": "a"}, headers=page | headers)
+        assert (found.status_code, found.headers["access-control-allow-origin"]) == (403, origin)
+
+
+@pytest.mark.parametrize(
+    "origin", ["null", "https://chat.example", "http://tauri.localhost.evil.example", "app:", "://a"]
+)
+def test_a_key_opens_nothing_to_pages_of_web_sites(http: httpx.Client, place: Place, origin: str) -> None:
+    headers = bearer(place.secrets["client"]) | {"origin": origin}
+    found = http.get("/v1/models", headers=headers)
+    assert found.status_code == 403 and "access-control-allow-origin" not in found.headers
+    asks = {"access-control-request-method": "GET"}
+    assert http.options("/v1/models", headers={"origin": origin} | asks).status_code == 403
+
+
+def test_origins_that_may_be_named() -> None:
+    named = ["https://chat.example", "http://10.0.0.7:3000", "app://obsidian.md", "tauri://localhost", "file://"]
+    assert load_settings(flags={"server.cors_origins": named}).server.cors_origins == named
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [
+        ("cors_origins", ["https://"]), ("cors_origins", ["null"]), ("cors_origins", ["app://a/b"]),
         ("cors_origins", ["*"]), ("cors_origins", ["https://a.example/path"]), ("cors_origins", ["a.example"]),
         ("rate_limit", "many"), ("api_key", "short"), ("api_key", "with a space in it, long"), ("ssl_certfile", "/cert.pem"),
     ],

@@ -160,5 +160,5 @@ def test_what_is_ignored_is_named(http: httpx.Client) -> None:
     claude = http.post("/v1/messages?beta=true", json={**CLAUDE_CODE, "stream": False}).headers["x-redraft-ignored"]
     assert claude == (
         "messages.content.signature, messages.content.cache_control, system.cache_control, tools.cache_control, "
-        "context_management, beta"
+        "context_management, max_tokens, beta"
     )

@@ -169,13 +169,41 @@ def test_a_request_with_two_hosts_is_refused(hosts: list[bytes]) -> None:
 
 def test_a_request_without_a_host_is_refused(place: str) -> None:
     # HTTP/1.1 requires a Host header; HTTP/1.0 does not, but no browser sends it.
-    assert send(place, "GET", "/health/live", {}, host=None)[0] == 400
+    assert send(place, "GET", "/adapters", {}, host=None)[0] == 400
+    assert [without_host(place, path) for path in ("/adapters", "/health/live")] == [403, 200]
+
+
+def without_host(place: str, path: str) -> int:
     connection = HTTPConnection(place, timeout=60)
     connection._http_vsn_str = "HTTP/1.0"  # pyright: ignore[reportAttributeAccessIssue]
-    connection.putrequest("GET", "/health/live", skip_host=True)
+    connection.putrequest("GET", path, skip_host=True)
     connection.endheaders()
-    assert connection.getresponse().status == 403
+    status = connection.getresponse().status
     connection.close()
+    return status
+
+
+@pytest.mark.parametrize("path", ["/health", "/health/live", "/health/ready"])
+def test_health_answers_probes_by_any_name(place: str, path: str) -> None:
+    for host in ("10.42.0.17:8321", "lb.example", "a_b", "[fe80::1]"):
+        assert send(place, "GET", path, {}, b"", host)[0] == 200
+        assert_forbidden(send(place, "GET", path, {"Origin": EVIL}, b"", host), "Origin")
+    assert_forbidden(send(place, "GET", "/healthy", {}, b"", "lb.example"), "Host")
+
+
+def test_an_unknown_key_protects_nothing(place: str) -> None:
+    """A page whose name was made to resolve to this machine may send any key."""
+    assert_forbidden(send(place, "GET", "/adapters", {"Authorization": "Bearer rd-no"}, b"", "evil.example"), "Host")
+
+
+def test_containers_of_this_machine_may_call_by_its_names() -> None:
+    allowed = load_settings().server.allowed_hosts
+    server = EchoServer(allowed_hosts=tuple(allowed))
+    with server.served() as address:
+        place = urlsplit(address).netloc
+        for host in ("host.docker.internal", "host.containers.internal", "localhost"):
+            assert send(place, "GET", "/v1/models", {}, b"", f"{host}:8321")[0] == 200
+        assert_forbidden(send(place, "GET", "/v1/models", {}, b"", "evil.docker.internal"), "Host")
 
 
 @pytest.mark.parametrize(

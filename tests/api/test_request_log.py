@@ -117,14 +117,23 @@ def test_a_request_given_up_in_the_queue_is_no_failure() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_line_of_a_request_out_of_time_names_the_error(stream: bool) -> None:
-    server = EchoServer(engine=EchoEngine(pause=0.05), limits=replace(LIMITS, request_timeout=0.4))
+    server = EchoServer(engine=EchoEngine(pause=30), limits=replace(LIMITS, request_timeout=0.4))
     with logged("json") as lines, server.served() as address:
         httpx.post(f"{address}/generate", json={"prompt": "x" * 100, "stream": stream})
         (line,) = lines.requests(1)
     assert (line["status"], line["error"]) == (200 if stream else 504, "timeout")
-    assert "finish_reason" not in line and 0 < line["completion_tokens"] < 100
+    assert "finish_reason" not in line and line["completion_tokens"] == 0
     assert server.value('redraft:requests_failed_total{code="timeout"}') == 1
     assert server.value("redraft:e2e_request_latency_seconds_count") == 0
+
+
+def test_the_line_of_an_answer_that_ended_in_time_has_its_tokens() -> None:
+    server = EchoServer(engine=EchoEngine(pause=0.05), limits=replace(LIMITS, request_timeout=0.4))
+    with logged("json") as lines, server.served() as address:
+        httpx.post(f"{address}/generate", json={"prompt": "x" * 100})
+        (line,) = lines.requests(1)
+    assert (line["status"], line["finish_reason"]) == (200, "length") and "error" not in line
+    assert 0 < line["completion_tokens"] < 100
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -16,6 +16,7 @@ from fastapi import FastAPI
 
 from service import core
 from service.api import Doors, Feed, Limits, ModelNames, Replies, build_api
+from service.connections import web_config
 from service.core import (
     LOCAL,
     OWNER,
@@ -420,6 +421,7 @@ class OpenHouse:
     """No key was ever made; TOKEN is that of the home folder."""
 
     without_key = LOCAL
+    several = False
 
     def by_key(self, secret: str) -> Caller | None:
         return OWNER if secret == TOKEN else None
@@ -480,9 +482,11 @@ class EchoServer:
     keeper: Doorkeeper = field(default_factory=OpenHouse)
     cors_origins: Sequence[str] = ()
     rate_limit: str | None = None
+    draft_counts: bool = False
     defaults: Sampling | None = None
     strict: bool = False
     replies: Replies = field(default_factory=lambda: Replies(2**20))
+    idle_seconds: int = 75
     feed: Feed = field(init=False)
     """Of the application that was made last."""
 
@@ -502,7 +506,9 @@ class EchoServer:
             metrics=self.metrics,
             limits=self.limits,
             models=ModelNames("echo", ["gpt-4o"]),
-            doors=Doors(self.keeper, self.allowed_hosts, self.cors_origins, self.rate_limit),
+            doors=Doors(
+                self.keeper, self.allowed_hosts, self.cors_origins, self.rate_limit, draft_counts=self.draft_counts
+            ),
             overview=self.overview,
             feed=self.feed,
             defaults=self.defaults,
@@ -517,9 +523,8 @@ class EchoServer:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
             listener.bind(("127.0.0.1", 0))
             listener.listen()
-            config = uvicorn.Config(
-                self.app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=2
-            )
+            config = web_config(self.app, idle_seconds=self.idle_seconds, arrival_seconds=self.limits.arrival_seconds)
+            config.timeout_graceful_shutdown = 2
             server = uvicorn.Server(config)
             thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
             thread.start()

@@ -12,10 +12,10 @@ from typing import Any
 
 import httpx
 import mlx.core as mx
-import uvicorn
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
+from service.connections import web_config
 from service.core import BARE_DRAFT, AdapterRef, RunState, Selection, Trigger
 from service.evaluation.prompts import PromptLine
 from service.evaluation.server_process import LocalServer
@@ -91,15 +91,9 @@ class InProcessServer(LocalServer):
         self._client = httpx.Client(base_url=self.url, trust_env=False, timeout=60.0)
         self._fatal: list[str] = []
         self._application = application = Application(load_settings(self.config), on_fatal=self._fatal.append)
-        config = uvicorn.Config(
-            application,
-            interface="asgi3",
-            ws="none",
-            port=self.port,
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            timeout_graceful_shutdown=5,
+        web = application.settings.server
+        config = web_config(
+            application, idle_seconds=web.idle_seconds, arrival_seconds=web.arrival_seconds, port=self.port
         )
         self._web = Server(config, on_listening=lambda: None, drain=application.drain)
         self._thread = threading.Thread(target=self._web.run, daemon=True)

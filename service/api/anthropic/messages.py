@@ -8,7 +8,6 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from anyio import to_thread
 from fastapi import APIRouter, Request, Response
 
 from service.api.access import caller_of
@@ -48,10 +47,11 @@ from service.api.compatible import (
 )
 from service.api.errors import describe_to_anthropic
 from service.api.events import frame
-from service.api.exchange import Exchange
+from service.api.exchange import KEEP_ALIVE, Exchange
 from service.api.ignored import with_ignored
 from service.api.request_id import id_of
 from service.api.schemas import TimingsAnswer
+from service.api.threads import COUNTING
 from service.core import Grammar, Piece, PieceKind, RedraftError, Sampling
 
 BILLING = "x-anthropic-billing-header:"
@@ -96,7 +96,7 @@ def messages_routes(frontend: Frontend) -> APIRouter:
         with_ignored(response, [*model_of(body.model, frontend)[1], *ignored])
         chat = _chat(body)
         check_size(Asked(chat, Sampling(), None), frontend.limits)
-        encoded = await to_thread.run_sync(encode_chat, chat, frontend.encoder)
+        encoded = await COUNTING.run(encode_chat, chat, frontend.encoder)
         return CountAnswer(input_tokens=len(encoded.tokens))
 
     return router
@@ -267,7 +267,7 @@ class _Writer:
             stop_reason=self._stop_reason(),
             stop_sequence=answer.stopped_by,
             usage=self._usage(),
-            timings=TimingsAnswer.of(answer.timings),
+            timings=TimingsAnswer.of(answer.timings, draft_counts=self.exchange.draft_counts),
         )
         self._keep(whole)
         return whole
@@ -298,17 +298,13 @@ class _Writer:
     async def frames(self, patience: float, *, one_call: bool) -> AsyncIterator[bytes]:
         """See Writer."""
         try:
-            usage = UsageAnswer(input_tokens=self.exchange.prompt_tokens, output_tokens=0)
-            start = MessagesAnswer(
-                id=self._id, model=self._model, content=[], stop_reason=None, stop_sequence=None, usage=usage
-            )
-            yield _event(
-                "message_start", message=start.model_dump(mode="json", exclude_none=False, exclude={"timings"})
-            )
             async for part in read_parts(self.exchange, [self._answer], patience, one_call=one_call):
                 if part is None:
-                    yield _event("ping")
+                    # Before its first event, which comes with the first token, a message has no pings.
+                    yield _event("ping") if self._answer.begun else KEEP_ALIVE
                     continue
+                if part.first:
+                    yield self._start()
                 for piece in part.pieces:
                     for event in self._piece(piece):
                         yield event
@@ -324,6 +320,14 @@ class _Writer:
             yield frame(json.dumps(body, ensure_ascii=False), "error")
         finally:
             self.exchange.close()
+
+    def _start(self) -> bytes:
+        usage = UsageAnswer(input_tokens=self.exchange.prompt_tokens, output_tokens=0)
+        start = MessagesAnswer(
+            id=self._id, model=self._model, content=[], stop_reason=None, stop_sequence=None, usage=usage
+        )
+        message = start.model_dump(mode="json", exclude_none=False, exclude={"timings"})
+        return _event("message_start", message=message)
 
     def _piece(self, piece: Piece) -> list[bytes]:
         frames: list[bytes] = []

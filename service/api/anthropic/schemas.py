@@ -20,7 +20,6 @@ from service.api.parameters import (
 )
 from service.api.schemas import (
     INTEGRAL,
-    MAX_MESSAGES,
     MAX_STOPS,
     Client,
     DraftTokens,
@@ -172,7 +171,7 @@ class RequestMetadata(ClientModel):
 class CountRequest(ClientModel):
     """The body of POST /v1/messages/count_tokens. output_format: the older name of `output_config.format`."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1)]
     model: Text | None = None
     system: Text | list[TextBlock] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None

@@ -51,14 +51,14 @@ class SpeculativeMetrics(ResponseModel):
 
 
 class MetricsAnswer(ResponseModel):
-    """vLLM's `metrics`; speculative_decoding is null where nothing was proposed."""
+    """vLLM's `metrics`; speculative_decoding is null where nothing was proposed, or where it is not for this caller."""
 
     speculative_decoding: SpeculativeMetrics | None
 
     @classmethod
-    def of(cls, spent: Timings) -> MetricsAnswer:
-        """As clients see it."""
-        if not spent.draft_rounds or not spent.draft_n:
+    def of(cls, spent: Timings, *, draft_counts: bool) -> MetricsAnswer:
+        """As clients see it. draft_counts: see TimingsAnswer."""
+        if not draft_counts or not spent.draft_rounds or not spent.draft_n:
             return cls(speculative_decoding=None)
         speculative = SpeculativeMetrics(
             mean_acceptance_length=1 + spent.draft_n_accepted / spent.draft_rounds,

@@ -332,8 +332,8 @@ class _Writer:
             model=self._model,
             choices=[self._choice(i, answer) for i, answer in enumerate(self.answers)],
             usage=UsageAnswer.of(spent),
-            timings=TimingsAnswer.of(spent),
-            metrics=MetricsAnswer.of(spent),
+            timings=TimingsAnswer.of(spent, draft_counts=self.exchange.draft_counts),
+            metrics=MetricsAnswer.of(spent, draft_counts=self.exchange.draft_counts),
         )
         return whole.model_dump(mode="json", exclude_unset=True)
 
@@ -350,8 +350,6 @@ class _Writer:
     async def frames(self, patience: float, *, one_call: bool) -> AsyncIterator[bytes]:
         """See Writer."""
         try:
-            for index in range(len(self.answers)):
-                yield server_sent(self._delta(index, ChunkDelta(role="assistant", content="")))
             async for part in read_parts(self.exchange, self.answers, patience, one_call=one_call):
                 if part is None:
                     yield KEEP_ALIVE
@@ -369,6 +367,9 @@ class _Writer:
 
     def _part(self, part: Part) -> list[bytes]:
         chunks: list[ChatChunk] = []
+        if part.first:
+            # Not before: tools that measure take the first chunk of a choice for its first token.
+            chunks.append(self._delta(part.index, ChunkDelta(role="assistant", content="")))
         logprobs = choice_logprobs(self._encoder, part.logprobs) if part.logprobs else None
         number = len(self.answers[part.index].calls) - sum(piece.call is not None for piece in part.pieces)
         for piece in part.pieces:
@@ -401,7 +402,9 @@ class _Writer:
     def _last(self, index: int) -> ChatChunk:
         answer = self.answers[index]
         chunk = self._chunk([ChunkChoice(index=index, delta=ChunkDelta(), finish_reason=answer.reason.value)])
-        chunk.timings, chunk.metrics = TimingsAnswer.of(answer.timings), MetricsAnswer.of(answer.timings)
+        counts = self.exchange.draft_counts
+        chunk.timings = TimingsAnswer.of(answer.timings, draft_counts=counts)
+        chunk.metrics = MetricsAnswer.of(answer.timings, draft_counts=counts)
         return chunk
 
 

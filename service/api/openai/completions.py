@@ -123,7 +123,9 @@ class _Writer:
         if usage is not None:
             new.usage = UsageAnswer.of(usage)
         if timings is not None:
-            new.timings, new.metrics = TimingsAnswer.of(timings), MetricsAnswer.of(timings)
+            counts = self.exchange.draft_counts
+            new.timings = TimingsAnswer.of(timings, draft_counts=counts)
+            new.metrics = MetricsAnswer.of(timings, draft_counts=counts)
         return new
 
 

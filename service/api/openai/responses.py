@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from anyio import to_thread
 from fastapi import APIRouter, Path, Request, Response
 
 from service.api.access import caller_of
@@ -59,6 +58,7 @@ from service.api.openai.schemas import JSON_OBJECT, JsonFormat
 from service.api.printing import printable
 from service.api.replies import PendingReply
 from service.api.schemas import MAX_TAG_CHARS, ResponseModel, TimingsAnswer
+from service.api.threads import ENCODING
 from service.core import Grammar, NotFound, Piece, PieceKind, RedraftError, Timings, TokenLogprobs
 
 Id = Annotated[str, Path(alias="id", max_length=MAX_TAG_CHARS)]
@@ -265,9 +265,11 @@ class _Writer:
             answer.incomplete_details = IncompleteDetails()
         spent = self._answer.timings
         # The tokenizer may be busy with a long prompt.
-        thought = await to_thread.run_sync(self._reasoning_tokens) if self._answer.reasoning else 0
+        thought = await ENCODING.run(self._reasoning_tokens) if self._answer.reasoning else 0
         answer.usage = self._usage(spent, min(thought, spent.predicted_n))
-        answer.timings, answer.metrics = TimingsAnswer.of(spent), MetricsAnswer.of(spent)
+        counts = self.exchange.draft_counts
+        answer.timings = TimingsAnswer.of(spent, draft_counts=counts)
+        answer.metrics = MetricsAnswer.of(spent, draft_counts=counts)
         # Before its client has the last of it: the next request may come at once.
         self._record.keep(answer)
         return answer

@@ -26,7 +26,6 @@ from service.api.parameters import (
 )
 from service.api.parts import AS_PART, TextPart, not_served_as
 from service.api.schemas import (
-    MAX_MESSAGES,
     Client,
     DraftTokens,
     Flag,
@@ -256,7 +255,7 @@ class TextOptions(ClientModel):
 class ResponsesRequest(ClientModel):
     """The body of POST /v1/responses."""
 
-    input: Text | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
+    input: Text | Annotated[list[Item], Field(min_length=1)]
     model: Text | None = None
     instructions: Text | None = None
     max_output_tokens: Tokens | None = None

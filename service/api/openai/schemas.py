@@ -30,7 +30,6 @@ from service.api.parameters import (
 from service.api.parts import Part, not_served_as
 from service.api.schemas import (
     INTEGRAL,
-    MAX_MESSAGES,
     BadWords,
     Client,
     DraftTokens,
@@ -387,7 +386,7 @@ class ChatRequest(CommonRequest):
         json_schema_extra=one_of_them(NO_STRUCTURE, {**NO_FORMAT, "tool_choice": FREE_CALLS}) | {"not": BOTH_ENDS}
     )
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: UnboundedTokens | None = None
     logprobs: Flag | None = None
     top_logprobs: TopLogprobs | None = None

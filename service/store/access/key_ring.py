@@ -45,7 +45,12 @@ class KeyRing:
     @property
     def any(self) -> bool:
         """Whether there is a key, or was one."""
-        return bool(self._own) or self._known.any
+        return bool(self._own) or self._known.made > 0
+
+    @property
+    def several(self) -> bool:
+        """Whether there is more than one key, or was: the draft has learnt from what others asked."""
+        return len(self._own) + self._known.made > 1
 
     @property
     def asks(self) -> bool:
@@ -53,7 +58,7 @@ class KeyRing:
         return self._asks(self._known)
 
     def _asks(self, known: Known) -> bool:
-        return self._closed or known.any
+        return self._closed or known.made > 0
 
     def refresh(self) -> None:
         """Read the database again."""

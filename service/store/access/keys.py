@@ -21,6 +21,8 @@ PREFIX = "rd-"
 """Of every key that is made here, so that scanners of repositories can know one."""
 SECRET_BYTES = 32
 SESSION_HOURS = 12
+MAX_SESSIONS = 32
+"""Open sessions of one key. Each request with a cookie is compared with all of them."""
 CONFIGURED = {Access.CLIENT: "api-key", Access.OPERATOR: "operator-key"}
 """Names of the keys that settings give. Who shares a key's name would share its cached prefixes, look-ups and erasures."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -28,9 +30,9 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What opens something now, by hash. any: a key was made once, revoked or not."""
+    """What opens something now, by hash. made: how many keys were ever made, revoked ones too."""
 
-    any: bool = False
+    made: int = 0
     keys: tuple[tuple[bytes, ApiKey], ...] = ()
     sessions: tuple[tuple[bytes, bytes, datetime], ...] = ()
     """With the hashes of their keys, and their ends."""
@@ -93,19 +95,23 @@ class Keys:
             keys = connection.execute(select(api_keys)).all()
             sessions = connection.execute(select(page_sessions).where(page_sessions.c.expires_at > now)).all()
         return Known(
-            any=bool(keys),
+            made=len(keys),
             keys=tuple((row.hash, _key(row)) for row in keys if row.revoked_at is None),
             sessions=tuple((row.hash, row.key_hash, utc(row.expires_at)) for row in sessions),
         )
 
     def open_session(self, key: str) -> str:
         """Open a session of the page with the key of this secret; the session's secret. It is worth as much as the key, and no
-        longer. Removes those that have ended."""
+        longer. Removes sessions that have ended, and the oldest ones of this key beyond MAX_SESSIONS."""
         secret = secrets.token_urlsafe(SECRET_BYTES)
 
         def work(connection: Connection) -> None:
             now = time_of(connection)
             connection.execute(delete(page_sessions).where(page_sessions.c.expires_at <= now))
+            of_key = page_sessions.c.key_hash == digest(key)
+            newest = page_sessions.c.expires_at.desc()
+            known = connection.scalars(select(page_sessions.c.hash).where(of_key).order_by(newest)).all()
+            connection.execute(delete(page_sessions).where(page_sessions.c.hash.in_(known[MAX_SESSIONS - 1 :])))
             made = {"hash": digest(secret), "key_hash": digest(key), "expires_at": now + timedelta(hours=SESSION_HOURS)}
             connection.execute(insert(page_sessions).values(made))
 

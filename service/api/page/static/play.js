@@ -22,7 +22,7 @@ class Writer {
   }
 
   // A round's text is split where the draft's part ends, in proportion to its tokens.
-  delta({ text, tokens, drafted }) {
+  delta({ text, tokens, drafted = [] }) {
     const characters = Array.from(text);
     const guessed = drafted.filter(Boolean).length;
     const cut = Math.floor((characters.length * guessed) / Math.max(tokens.length, 1));
