@@ -26,6 +26,7 @@ from service.core.errors import (
 )
 from service.core.gains import GainsState, MeasuredGain
 from service.core.generation import (
+    LEAST_LOGPROB,
     TOP_TARGETS,
     AcceptRule,
     AnswerGrammar,
@@ -40,6 +41,7 @@ from service.core.generation import (
     Grammar,
     GrammarKind,
     Prompt,
+    PromptLogprobs,
     Provenance,
     Round,
     Sampling,
@@ -98,6 +100,7 @@ __all__ = [
     "ADAPTER_MOVES",
     "ANYBODY",
     "BARE_DRAFT",
+    "LEAST_LOGPROB",
     "LOCAL",
     "OWNER",
     "RUN_MOVES",
@@ -161,6 +164,7 @@ __all__ = [
     "PracticeState",
     "Progress",
     "Prompt",
+    "PromptLogprobs",
     "Provenance",
     "RedraftError",
     "RequestState",

@@ -140,3 +140,17 @@ def test_every_adapter_that_drafted_is_named_once_in_order() -> None:
         request.append_round([4, 5], [4], Source.DRAFT, adapter=adapter)
     request.append_round([4], [], Source.DRAFT, adapter=7)
     assert request.finished().timings.adapters == (2, 5)
+
+
+def test_rounds_with_proposals_are_counted_by_what_was_accepted_of_them() -> None:
+    request = row(max_tokens=20)
+    for tokens, drafted in (([4, 5, 6], [4, 5]), ([4], []), ([8], [4, 5]), ([4, 8], [4, 5]), ([9], [5])):
+        request.append_round(tokens, drafted, Source.DRAFT, adapter=0)
+    timings = request.finished().timings
+    assert timings.accepted_rounds == (2, 1, 1) and sum(timings.accepted_rounds) == timings.draft_rounds
+    assert sum(j * count for j, count in enumerate(timings.accepted_rounds)) == timings.draft_n_accepted
+    plain = row(max_tokens=20)
+    plain.append_round([4], [], Source.DRAFT, adapter=0)
+    none = plain.finished().timings
+    assert none.accepted_rounds == ()
+    assert type(timings).combined([timings, none, timings], 1).accepted_rounds == (4, 2, 2)
