@@ -10,13 +10,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from service.evaluation.server_process import LocalServer
+from tests.clients import check_lm_eval
 from tests.support.echo_engine import LIMITS, EchoServer
+from tests.support.tiny_server import in_process_server, write_pair
 
 FOLDER = Path(__file__).parent
 SECONDS = 300
@@ -33,9 +35,15 @@ SCHEMATHESIS = "schemathesis"
 """It asks thousands of times: an engine that repeats its prompt answers it."""
 
 
-def environments() -> dict[str, list[str]]:
-    """What each client needs, by its name."""
-    lines = (FOLDER / "requirements.txt").read_text(encoding="utf-8").splitlines()
+DAILY, NIGHTLY = FOLDER / "requirements.txt", FOLDER / "nightly.txt"
+"""The clients of every day, and those that take minutes or gigabytes to install."""
+CHECKS: dict[str, Callable[[Path], None]] = {"lm_eval": check_lm_eval.check}
+"""What is compared, with what this project can compute, of what a client has left in the folder it ran in."""
+
+
+def environments(file: Path) -> dict[str, list[str]]:
+    """What each client of a file needs, by its name."""
+    lines = file.read_text(encoding="utf-8").splitlines()
     pairs = [line.split(":", 1) for line in lines if line and not line.startswith("#")]
     return {name: packages.split() for name, packages in pairs}
 
@@ -72,6 +80,21 @@ def served(folder: Path) -> Generator[tuple[str, str]]:
         plain.stop()
 
 
+@contextmanager
+def tiny(folder: Path) -> Generator[tuple[str, str]]:
+    """A server on a tiny random pair, whose target a client finds where the bundled one would be. Yields its address, twice."""
+    target, draft = write_pair(folder / "pair")
+    models = folder / "home" / "models"
+    models.mkdir(parents=True)
+    (models / "smollm2-135m").symlink_to(target)
+    server = in_process_server(folder / "server", (target, draft), engine={"max_rows": 4, "max_waiting": 8})
+    server.start()
+    try:
+        yield server.url, server.url
+    finally:
+        server.stop()
+
+
 def run(name: str, packages: list[str], arguments: Sequence[str], folder: Path, seconds: float = SECONDS) -> bool:
     """Whether the client's script went through within so many seconds; its output is shown where it did not."""
     uv = shutil.which("uv")
@@ -80,24 +103,34 @@ def run(name: str, packages: list[str], arguments: Sequence[str], folder: Path, 
     environment = folder / name
     subprocess.run([uv, "venv", "--quiet", str(environment)], check=True, timeout=SECONDS)
     python = environment / ("Scripts" if sys.platform == "win32" else "bin") / "python"
-    subprocess.run([uv, "pip", "install", "--quiet", "--python", str(python), *packages], check=True, timeout=SECONDS)
+    install = [uv, "pip", "install", "--quiet", "--python", str(python), *packages]
+    # Measuring tools need other versions than those that this project's own file binds.
+    subprocess.run(install, cwd=folder if name in environments(NIGHTLY) else None, check=True, timeout=SECONDS)
     script = [str(python), str(FOLDER / f"client_{name}.py"), *arguments]
     done = subprocess.run(script, cwd=folder, capture_output=True, text=True, timeout=seconds, check=False)
     if done.returncode:
         print(done.stdout[-20_000:], done.stderr[-8_000:], sep="\n")
+    elif name in CHECKS:
+        CHECKS[name](folder)
     print(f"{name}: {'failed' if done.returncode else 'passed'} ({time.monotonic() - started:.0f} s)", flush=True)
     return done.returncode == 0
 
 
 def main(names: Sequence[str], examples: int = EXAMPLES) -> int:
-    """Status 1 where a client failed. names: of the clients; none: all. examples: see EXAMPLES."""
-    wanted = {name: packages for name, packages in environments().items() if not names or name in names}
-    real, results = [name for name in wanted if name != SCHEMATHESIS], list[bool]()
+    """Status 1 where a client failed. names: of the clients; none: all of every day. examples: see EXAMPLES."""
+    known = environments(DAILY) | (environments(NIGHTLY) if names else {})
+    wanted = {name: packages for name, packages in known.items() if not names or name in names}
+    measuring = [name for name in wanted if name in environments(NIGHTLY)]
+    real = [name for name in wanted if name != SCHEMATHESIS and name not in measuring]
+    results = list[bool]()
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         if real:
             with served(folder) as addresses:
                 results += [run(name, wanted[name], addresses, folder) for name in real]
+        for name in measuring:
+            with tiny(folder / f"{name}-run") as addresses:
+                results.append(run(name, wanted[name], addresses, folder / f"{name}-run"))
         if SCHEMATHESIS in wanted:
             # It leaves answers unread, of which asyncio warns each time.
             logging.getLogger("asyncio").setLevel(logging.ERROR)
@@ -112,6 +145,6 @@ if __name__ == "__main__":
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--examples", type=int, default=EXAMPLES)
     parsed = parser.parse_args()
-    if unknown := set(parsed.names) - environments().keys():
+    if unknown := set(parsed.names) - environments(DAILY).keys() - environments(NIGHTLY).keys():
         parser.error(f"no such client: {', '.join(sorted(unknown))}")
     sys.exit(main(parsed.names, parsed.examples))
