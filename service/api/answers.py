@@ -22,6 +22,7 @@ from service.core import (
     FinishReason,
     Piece,
     PieceKind,
+    PromptLogprobs,
     RedraftError,
     Timings,
     TokenLogprobs,
@@ -50,6 +51,10 @@ class Answer:
     calls: list[ToolCall] = field(default_factory=list[ToolCall])
     """The tool calls among them; each has an id."""
     logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
+    tokens: int = 0
+    """Output tokens so far."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Of its prompt, where they are wanted: there before anything else is."""
     finished: Finished | None = None
     begun: bool = False
     """Its first token came, or its end without any."""
@@ -144,6 +149,8 @@ async def read_parts(
         answer = answers[index]
         full = one_call and bool(answer.calls)
         if isinstance(what, Delta):
+            answer.tokens += len(what.tokens)
+            answer.prompt_logprobs = what.prompt_logprobs or answer.prompt_logprobs
             new = [] if full else _read(answer, what.text)
             logprobs = () if full else what.logprobs
         else:

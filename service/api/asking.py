@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -26,11 +26,16 @@ from service.core import (
     GenerationService,
     Grammar,
     HiddenTokens,
+    Overloaded,
+    Place,
     Prompt,
     Reasoning,
     Sampling,
 )
 from service.metrics import Metrics
+
+BATCH_SHARE = 2
+"""A request with many prompts has this part of rows and queue at a time: one of so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +66,11 @@ class ForcedCalls:
 @dataclass(frozen=True, slots=True)
 class Asked:
     """One prompt (a chat, a text, or token ids) and how it is to be answered. max_tokens: None for `default_max_tokens`, or for
-    as many as the context holds where that is None too. split: reasoning and calls in the answer to a chat are split from its
-    text. capped: a max_tokens that the context cannot hold is lowered even where the server is strict. bad_words: texts that
-    are never said. prediction: what the answer is expected to be. show_special: special tokens are part of the answer's text.
-    prompt_field, max_tokens_field: their names in the request, for errors."""
+    as many as the context holds where that is None too; 0: the prompt is read, and nothing is generated. split: reasoning and
+    calls in the answer to a chat are split from its text. capped: a max_tokens that the context cannot hold is lowered even
+    where the server is strict. bad_words: texts that are never said. prediction: what the answer is expected to be.
+    show_special: special tokens are part of the answer's text. prompt_field, max_tokens_field: their names in the request, for
+    errors."""
 
     prompt: Chat | str | Sequence[int]
     sampling: Sampling
@@ -77,6 +83,8 @@ class Asked:
     client: str | None = None
     store: bool = True
     logprobs: int | None = None
+    logprob_of_end: bool = False
+    prompt_logprobs: int | None = None
     num_draft_tokens: int | None = None
     grammar: Grammar | None = None
     forced_calls: ForcedCalls | None = None
@@ -150,17 +158,18 @@ class Frontend:
     async def submit(
         self, asked: Sequence[Asked], caller: Caller, *, each: int = 1, live: bool, route: str
     ) -> tuple[Exchange, list[Answer]]:
-        """Encode the prompts and queue answers to them, `each` to each of them, those of the first prompt first. A prompt that
-        cannot fit by its bytes, or for which the queue has no place, is not encoded. live: events are wanted as they come, not
-        only at an answer's end. route: the request's path. Raises BadRequest, Overloaded, Unavailable."""
+        """Encode the prompts and queue answers to them, `each` to each of them, those of the first prompt first. Where they are
+        more than a request may have in the queue (`_places`), others follow as answers end. A prompt that cannot fit by its
+        bytes is not encoded, and none is where the queue has no place for answers to the first. live: events are wanted as they
+        come, not only at an answer's end. route: the request's path. Raises BadRequest, Overloaded, Unavailable."""
         for one in asked:
             check_size(one, self.limits)
-        self._check_count(asked, each)
+        self._check_count(each)
         seconds = self.limits.request_timeout
         exchange = Exchange(self.metrics, self.mailbox, seconds, live=live, per_prompt=each)
         exchange.draft_counts = self.shows_draft_counts(caller)
         with ExitStack() as held:
-            places = [held.enter_context(self.service.reserve()) for _ in range(len(asked) * each)]
+            places = self._places(len(asked) * each, each, held)
             encoded, made = await ENCODING.run(self._encoded, asked, each)
             prompts = [prompt for prompt, _ in encoded]
             exchange.ignored += _lowered(asked, prompts)
@@ -177,16 +186,27 @@ class Frontend:
                 raise
         return exchange, made
 
-    def _check_count(self, asked: Sequence[Asked], each: int) -> None:
-        """Raises BadRequest for more answers than there are rows and places in the queue."""
-        most, count = self.limits.max_answers, len(asked) * each
-        if most is None or count <= most:
-            return
-        what = f"{count} answers" if len(asked) == 1 else f"{len(asked)} prompts with {each} answers each"
-        raise BadRequest(
-            f"{what} are more than the {most} that run and wait at once (engine.max_rows and engine.max_waiting)",
-            field="n" if each > 1 else asked[0].prompt_field,
-        )
+    def _check_count(self, each: int) -> None:
+        """Raises BadRequest for more answers to a prompt than there are rows and places in the queue."""
+        most = self.limits.max_answers
+        if most is not None and each > most:
+            raise BadRequest(
+                f"{each} answers are more than the {most} that run and wait at once (engine.max_rows and "
+                "engine.max_waiting)",
+                field="n",
+            )
+
+    def _places(self, count: int, least: int, held: ExitStack) -> list[Place]:
+        """Places in the queue for so many answers, or for those that a request of many prompts may have there at a time: half
+        of rows and queue, so that others find places too. Raises Overloaded where there are not even `least`."""
+        most = self.limits.max_answers
+        wanted = count if most is None else min(count, max(least, most // BATCH_SHARE))
+        places = [held.enter_context(self.service.reserve()) for _ in range(least)]
+        # Where others have taken the rest, fewer are there at a time.
+        with suppress(Overloaded):
+            while len(places) < wanted:
+                places.append(held.enter_context(self.service.reserve()))
+        return places
 
     def _encoded(self, asked: Sequence[Asked], each: int) -> tuple[list[tuple[Prompt, Reasoning]], list[Answer]]:
         """The prompts with what they have done about reasoning, and their answers before anything of them is there. Waits for
@@ -282,13 +302,13 @@ def to_prompt(
     encoded = _encode(asked, encoder)
     tokens, reasoning = encoded.tokens, encoded.reasoning if asked.split else Reasoning.CLOSED
     left = limits.max_context - len(tokens)
-    if left < 1:
+    if left < (1 if wanted is None else min(wanted, 1)):
         reason = f"{len(tokens)} tokens leave no room in a context of {limits.max_context}"
         raise _too_long(asked, reason, len(tokens), limits)
     if wanted is not None and wanted > left and refused:
         reason = f"{len(tokens)} prompt tokens leave room for {left} in a context of {limits.max_context}"
         raise ContextExceeded(f"{name} is too large: {reason}", field=name)
-    most = min(wanted or asked.default_max_tokens or left, limits.max_tokens, left)
+    most = min(asked.default_max_tokens or left if wanted is None else wanted, limits.max_tokens, left)
     sampling = replace(asked.sampling, max_tokens=most, bad_words=_bad_words(asked, encoder))
     if sampling.min_tokens > most:
         raise BadRequest(f"min_tokens is {most} at most here: the answer may have no more tokens", field="min_tokens")
@@ -303,7 +323,10 @@ def to_prompt(
         bent=sampling.bends(defaults),
         first_user=_first_user(asked, openings),
         logprobs=asked.logprobs,
-        num_draft_tokens=asked.num_draft_tokens,
+        logprob_of_end=asked.logprob_of_end,
+        prompt_logprobs=asked.prompt_logprobs,
+        # Nothing is drafted for an answer of one token, which is how a prompt's log-probabilities are asked for.
+        num_draft_tokens=0 if asked.prompt_logprobs is not None and most <= 1 else asked.num_draft_tokens,
         # The answer cannot hold more than the context.
         prediction=encoder.encode_answer(asked.prediction[: limits.max_prompt_bytes]) if asked.prediction else (),
         hidden=_hidden(asked, encoder),

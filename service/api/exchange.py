@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NoReturn
 
 from fastapi.responses import StreamingResponse
@@ -21,6 +23,7 @@ from service.core import (
     Finished,
     FinishReason,
     GenerationService,
+    Overloaded,
     Place,
     Prompt,
     RedraftError,
@@ -32,16 +35,19 @@ KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 ENDING_SECONDS = 30.0
 """How long the engine may take to end answers whose time is up: a round, and a chunk of another request's prompt."""
+RETRY_SECONDS = 0.05
+"""How long a request of many prompts waits for a place in the queue where it has none in it, before it asks again."""
 
 
 @dataclass(slots=True)
 class _Answer:
-    """One answer of the request: what the engine has of it, and what was not delivered yet. enough: it was ended here.
-    timed_out: it was ended here because its time was up. given_up: it was cancelled, for nobody waits for it. failed: an error
-    was counted. over: its last event came."""
+    """One answer of the request: what the engine has of it, and what was not delivered yet. arrived_at: when the engine could
+    have it (monotonic). enough: it was ended here. timed_out: it was ended here because its time was up. given_up: it was
+    cancelled, for nobody waits for it. failed: an error was counted. over: its last event came."""
 
     prompt_tokens: int
     unsent: list[Event]
+    arrived_at: float
     ticket: Ticket | None = None
     last_delta_at: float | None = None
     enough: bool = False
@@ -73,6 +79,12 @@ class Exchange:
         self.ignored: list[str] = []
         """Names of fields, and of places in schemas, that its answers do not follow, for the header: known once the prompts are
         encoded."""
+        self._queued: deque[tuple[int, Prompt]] = deque()
+        """Answers that the engine does not have yet, by number, and their prompts."""
+        self._at_once = 0
+        """Answers that the engine may have at a time."""
+        self._under_way = 0
+        self._start: Callable[[int, Prompt, Place | None], None] | None = None
         self._entry = current_entry()
         if self._entry is not None:
             self._entry.per_prompt = per_prompt
@@ -80,17 +92,42 @@ class Exchange:
     def submit(
         self, service: GenerationService, prompts: Sequence[Prompt], places: Sequence[Place], *, route: str
     ) -> None:
-        """Queue a request to the engine for each answer, in its place. route: the request's. Raises the errors of
-        GenerationService.submit."""
-        for index, (prompt, place) in enumerate(zip(prompts, places, strict=True)):
-            answer = _Answer(len(prompt.tokens), [])
-            self._answers.append(answer)
-            answer.ticket = service.submit(
-                prompt, lambda event, i=index, own=answer: self._receive(i, own, event), place, route=route
-            )
-            self._metrics.request_started()
-            if self._entry is not None:
-                self._entry.answer_started()
+        """Queue a request to the engine for each answer that has a place, and for the others in turn, as answers end. route:
+        the request's. Raises the errors of GenerationService.submit."""
+        self._answers = [_Answer(len(prompt.tokens), [], self._arrived) for prompt in prompts]
+        self._queued.extend(enumerate(prompts))
+        self._at_once = len(places)
+        self._start = partial(self._submit_one, service, route)
+        for place in places:
+            self._start(*self._queued[0], place)
+
+    def _submit_one(
+        self, service: GenerationService, route: str, index: int, prompt: Prompt, place: Place | None
+    ) -> None:
+        answer = self._answers[index]
+        answer.ticket = service.submit(prompt, lambda event: self._receive(index, answer, event), place, route=route)
+        self._queued.popleft()
+        self._under_way += 1
+        self._metrics.request_started()
+        if self._entry is not None:
+            self._entry.answer_started()
+
+    def _submit_more(self) -> None:
+        """Queue requests for answers that have none, up to as many as may be there at a time. On the event loop."""
+        while self._start is not None and self._queued and self._under_way < self._at_once:
+            index, prompt = self._queued[0]
+            self._answers[index].arrived_at = time.monotonic()
+            try:
+                self._start(index, prompt, None)
+            except Overloaded:
+                # Others have taken the place. The next answer's end asks again.
+                if self._under_way == 0:
+                    asyncio.get_running_loop().call_later(RETRY_SECONDS, self._submit_more)
+                return
+            except RedraftError as error:
+                self._queued.clear()
+                self._count_failure(self._answers[index], error)
+                self._queue.put_nowait((index, Failed(error)))
 
     @property
     def id(self) -> str:
@@ -104,20 +141,25 @@ class Exchange:
         """Tokens of the first answer's prompt."""
         return self._answers[0].prompt_tokens
 
+    def prompt_tokens_of(self, index: int) -> int:
+        """Tokens of an answer's prompt."""
+        return self._answers[index].prompt_tokens
+
     async def events(self, patience: float | None) -> AsyncIterator[tuple[int, Delta | Finished] | None]:
         """The engine's events with the number of their answer, each answer's last one Finished. patience: of a stream: None
         comes after so many seconds without an event; None: the answers are sent as a whole.
 
         The request's seconds bound the time from its arrival to the end of whole answers, or to a stream's first event, and
-        then the time from one event to the next. After that the answers end with what there is of them, as at their
-        max_tokens. Raises TimedOut where no answer has a token then, and the engine's error when an answer failed.
+        then the time from one event to the next; while answers to some of many prompts have not begun, that from one answer's
+        end to the next. After that the answers end with what there is of them, as at their max_tokens. Raises TimedOut where
+        some have not begun or none has a token then, and the engine's error when an answer failed.
         """
         unfinished = len(self._answers)
         deadline, ending = self._arrived + self._seconds, False
         while unfinished:
             left = deadline - time.monotonic()
             if left <= 0:
-                if ending or all(answer.last_delta_at is None for answer in self._answers):
+                if ending or self._queued or all(answer.last_delta_at is None for answer in self._answers):
                     self._fail(TimedOut(f"no token came within {self._seconds:g} s"))
                 self._end_in_time()
                 deadline, ending = time.monotonic() + ENDING_SECONDS, True
@@ -129,7 +171,7 @@ class Exchange:
                 if patience is not None and patience < left:
                     yield None
                 continue
-            if patience is not None and not ending:
+            if (patience is not None or self._queued) and not ending:
                 deadline = time.monotonic() + self._seconds
             match event:
                 case Delta():
@@ -154,6 +196,7 @@ class Exchange:
 
     def close(self) -> None:
         """Cancel what is not over in the engine. Idempotent."""
+        self._queued.clear()
         for answer in self._answers:
             if not answer.over:
                 answer.given_up = True
@@ -185,23 +228,28 @@ class Exchange:
     def _observe_latency(self, answer: _Answer) -> None:
         now = time.monotonic()
         if answer.last_delta_at is None:
-            self._metrics.first_token(now - self._arrived)
+            self._metrics.first_token(now - answer.arrived_at)
         else:
             self._metrics.next_tokens(now - answer.last_delta_at)
         answer.last_delta_at = now
 
     def _ended(self, own: _Answer, event: Finished | Failed) -> None:
-        """Count and log an answer that the engine has ended."""
+        """Count and log an answer that the engine has ended; another one may take its place."""
         own.over = True
+        self._under_way -= 1
         finish, timings = FinishReason.CANCELLED, None
         if isinstance(event, Finished):
             finish, timings = FinishReason.STOP if own.enough else event.finish, event.timings
-        elif not own.given_up:
-            self._count_failure(own, event.error)
+        else:
+            # The whole request fails.
+            self._queued.clear()
+            if not own.given_up:
+                self._count_failure(own, event.error)
         if not own.failed:
             self._metrics.request_finished(finish, time.monotonic() - self._arrived, timings)
         if self._entry is not None:
             self._entry.answer_ended(None if own.failed else finish, timings)
+        self._submit_more()
 
     def _count_failure(self, answer: _Answer, error: RedraftError) -> None:
         if not answer.failed:
@@ -212,7 +260,7 @@ class Exchange:
 
     def _fail(self, error: RedraftError) -> NoReturn:
         for answer in self._answers:
-            if not answer.over:
+            if answer.ticket is not None and not answer.over:
                 self._count_failure(answer, error)
         raise error
 

@@ -26,6 +26,7 @@ from service.core.errors import (
 )
 from service.core.gains import GainsState, MeasuredGain
 from service.core.generation import (
+    LEAST_LOGPROB,
     NOTHING_HIDDEN,
     TOP_TARGETS,
     AcceptRule,
@@ -42,6 +43,7 @@ from service.core.generation import (
     GrammarKind,
     HiddenTokens,
     Prompt,
+    PromptLogprobs,
     Provenance,
     Round,
     Sampling,
@@ -103,6 +105,7 @@ __all__ = [
     "ADAPTER_MOVES",
     "ANYBODY",
     "BARE_DRAFT",
+    "LEAST_LOGPROB",
     "LOCAL",
     "NOTHING_HIDDEN",
     "OWNER",
@@ -170,6 +173,7 @@ __all__ = [
     "PracticeState",
     "Progress",
     "Prompt",
+    "PromptLogprobs",
     "Provenance",
     "Reasoning",
     "RedraftError",

@@ -5,16 +5,20 @@ Token ids are the target tokenizer's. Times are UTC. Log-probabilities are natur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
+from itertools import zip_longest
 from typing import Protocol, TypeAlias
 
 from service.core.errors import RedraftError
 
 TOP_TARGETS = 32
 """Most likely tokens of which the log keeps the target's probabilities, at every output position."""
+LEAST_LOGPROB = -9999.0
+"""What a prompt token's log-probability is where the model rules it out, as in vLLM: JSON has no infinity."""
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, as in vLLM: log-probabilities divided by so little overflow float32."""
 
@@ -204,6 +208,11 @@ class Prompt:
     it."""
     logprobs: int | None = None
     """Send the log-probability of every output token, and so many of the most likely tokens with it (TOP_TARGETS at most)."""
+    logprob_of_end: bool = False
+    """The token that ends the answer counts as one whose log-probability is sent, though it is not part of the text."""
+    prompt_logprobs: int | None = None
+    """Send the log-probabilities of the prompt's own tokens, and so many of the most likely tokens at each place (TOP_TARGETS
+    at most). The prompt is then prefilled whole, whatever is cached of it."""
     constraint: Constraint | None = field(default=None, compare=False)
     """What keeps the answer within a grammar; of this answer alone."""
     num_draft_tokens: int | None = None
@@ -330,24 +339,48 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """What the target says of a prompt's own tokens at T = 1, but of the first, which nothing comes before. Every other token
+    has an entry of `logprobs` (LEAST_LOGPROB at least) and `ranks` (1: it is the most likely one there), and `count` entries of
+    `top_ids` and `top_logprobs`, the most likely tokens at its place."""
+
+    tokens: tuple[int, ...]
+    logprobs: array[float]
+    ranks: array[int]
+    top_ids: array[int]
+    top_logprobs: array[float]
+    count: int
+
+    def __iter__(self) -> Iterator[tuple[int, TokenLogprobs | None]]:
+        """Each token, with its rank (0: it has none) and what there is of it; None of the first."""
+        yield 0, None
+        for i, token in enumerate(self.tokens[1:]):
+            mine = slice(i * self.count, (i + 1) * self.count)
+            top = tuple(zip(self.top_ids[mine], self.top_logprobs[mine], strict=True))
+            yield self.ranks[i], TokenLogprobs(token, self.logprobs[i], top)
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """New text, complete in UTF-8, and how it came about: `tokens` emitted, `drafted[i]` true where the draft proposed it.
-    logprobs: of the tokens but an end-of-sequence token, where the prompt asked for them."""
+    logprobs: of the tokens but an end-of-sequence token, where the prompt asked for them. prompt_logprobs: where it asked for
+    those, in one event without text before all others."""
 
     text: str
     tokens: tuple[int, ...]
     drafted: tuple[bool, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Timings:
     """llama.cpp's names. prompt_n: tokens of the prompt, cache_n of them from another request's prefill. draft_n: tokens
     proposed; draft_n_accepted: of those accepted (never more than were emitted). rounds: all of them; draft_rounds: those in
-    which something was proposed. adapters: the versions that drafted for this answer, in order of first use. seconds: wall
-    time; queue_seconds: from its arrival until it was admitted, first_token_seconds: until its first token (0: there was
-    none), both part of what is above. predicted_matched, predicted_unmatched: tokens of the request's prediction that the
-    answer has and does not have."""
+    which something was proposed; accepted_rounds: by j, those of which j tokens were accepted. adapters: the versions that
+    drafted for this answer, in order of first use. seconds: wall time; queue_seconds: from its arrival until it was admitted,
+    first_token_seconds: until its first token (0: there was none), both part of what is above. predicted_matched,
+    predicted_unmatched: tokens of the request's prediction that the answer has and does not have."""
 
     prompt_n: int
     prompt_seconds: float
@@ -363,6 +396,7 @@ class Timings:
     first_token_seconds: float = 0.0
     predicted_matched: int = 0
     predicted_unmatched: int = 0
+    accepted_rounds: tuple[int, ...] = ()
 
     @property
     def prefill_seconds(self) -> float:
@@ -406,6 +440,7 @@ class Timings:
             first_token_seconds=max(each.first_token_seconds for each in several),
             predicted_matched=sum(each.predicted_matched for each in several),
             predicted_unmatched=sum(each.predicted_unmatched for each in several),
+            accepted_rounds=tuple(map(sum, zip_longest(*(each.accepted_rounds for each in several), fillvalue=0))),
         )
 
 

@@ -27,6 +27,7 @@ from service.engine.memory import RowMemory
 from service.engine.planner import Choice, DraftSteps, Match, Planner
 from service.engine.prefill import Pace, Prefill, batch_prompts, prefill_draft, prefill_target
 from service.engine.prefixes import Prefixes
+from service.engine.prompt_logprobs import tokens_at_once
 from service.engine.request import Request, prefill_ratio
 from service.engine.rounds import Called, Outcome, Plan, RoundReport, Step
 from service.engine.runner import Runner
@@ -158,8 +159,8 @@ class Decoder:
 
     def start_prefill(self, row: Request) -> Prefill:
         """A request's prefill, of all but the prompt's last token."""
-        salt, prefix = row.prompt.cache_salt, self.batch.prefix
-        cached = self.prefixes.cached_tokens(row.tokens, salt)
+        salt, prefix = row.prompt.cache_salt, None if row.unscored else self.batch.prefix
+        cached = 0 if prefix is None else self.prefixes.cached_tokens(row.tokens, salt)
         pieces = [] if prefix is None else prefix.find(row.tokens[:-1], self.pace.speed.value, salt)
         cache, reserved = self.batch.target.cache(1), self.memory.reserved(row)
         cache.reserve(reserved)
@@ -195,10 +196,14 @@ class Decoder:
     def batch_prompts(self, waiting: Sequence[Prefill], tokens: int, chunk: int | None = None) -> Prefill:
         """The first of these prompts, with others that can be prefilled in one call of `tokens` tokens with it. chunk: as for
         `prefill`."""
-        kinds = [self._prefills_draft(prefill, len(waiting)) for prefill in waiting]
-        size, prefix = chunk or self.prefill_chunk, self.batch.prefix
-        rows = self.batch.size
-        return batch_prompts(waiting, kinds, self.batch.target, room=tokens, size=size, prefix=prefix, batch_size=rows)
+        first = waiting[0]
+        alike = [each for each in waiting if (each.scored, each.answered) == (first.scored, first.answered)]
+        kinds = [self._prefills_draft(prefill, len(waiting)) for prefill in alike]
+        size, prefix, rows = chunk or self.prefill_chunk, self.batch.prefix, self.batch.size
+        if first.scored:
+            limit = tokens_at_once(self.runner.vocabulary)
+            size, tokens, prefix = min(size, limit), min(tokens, limit), None
+        return batch_prompts(alike, kinds, self.batch.target, room=tokens, size=size, prefix=prefix, batch_size=rows)
 
     def prefill(self, prefill: Prefill, joining: int = 1, chunk: int | None = None) -> bool:
         """Prefill the next chunk; True when its rows are ready to join. joining: rows that are to join, these among them.
@@ -211,7 +216,14 @@ class Decoder:
             if not more or not batch.prefix.reads_faster(self.pace.speed.value):
                 prefill.pieces.clear()
             return False
-        more = prefill_target(batch.target, prefill, size=size, prefix=batch.prefix, pace=self.pace)
+        if prefill.scored:
+            vocabulary = self.runner.vocabulary
+            least = max(tokens_at_once(vocabulary) // len(prefill.target_cache.lengths.host), 1)
+            more = prefill_target(
+                batch.target, prefill, size=min(size, least), prefix=None, pace=self.pace, vocabulary=vocabulary
+            )
+        else:
+            more = prefill_target(batch.target, prefill, size=size, prefix=batch.prefix, pace=self.pace)
         prefill.prefills_draft = self._prefills_draft(prefill, joining)
         if batch.drafter is not None and not batch.failed and prefill.prefills_draft:
             prefill.ensure_draft_cache(batch.drafter, batch.epoch)
@@ -219,11 +231,14 @@ class Decoder:
                 more |= prefill_draft(batch.drafter, prefill, size=size, prefix=batch.prefix)
             except Exception as error:  # noqa: BLE001  (whatever is wrong with a draft costs speed alone)
                 batch.disable_draft(error)
+        if not more:
+            for row in prefill.rows:
+                row.prompt_ended()
         return not more
 
     def _prefills_draft(self, prefill: Prefill, joining: int) -> bool:
         """Whether the draft prefills these prompts."""
-        if all(row.prompt.num_draft_tokens == 0 for row in prefill.rows):
+        if not prefill.answered or all(row.prompt.num_draft_tokens == 0 for row in prefill.rows):
             return False
         if prefill.prefills_draft is not None or self.batch.drafter is None or self.planner is None:
             return self.batch.drafter is not None and prefill.prefills_draft is not False
@@ -232,10 +247,18 @@ class Decoder:
         return self.planner.prefills(Load(rows, longest, prompted=prefill_ratio(prefill.rows), ragged=rows > 1))
 
     def join(self, ready: Sequence[Prefill]) -> None:
-        """Take rows whose prompts were prefilled into the batch, all at once."""
-        self._complete_pending()
-        self._rows_changed = True
-        self.batch.join(ready)
+        """Take rows whose prompts were prefilled into the batch, all at once, but those that ended with their prompts."""
+        ended = [row for prefill in ready for row in prefill.rows if row.finish is not None]
+        ready = [prefill for prefill in ready if any(row.finish is None for row in prefill.rows)]
+        if ready:
+            self._complete_pending()
+            self._rows_changed = True
+            self.batch.join(ready)
+        for row in ended:
+            row.decode_started_at = row.decode_started_at or time.perf_counter()
+        # Rows that were prefilled in one call share its caches.
+        if joined := [row for row in ended if any(row is other for other in self.rows)]:
+            self._remove(joined)
 
     def admit(self, *rows: Request) -> None:
         """Prefill requests' prompts to their ends, those of similar length together, and take them into the batch."""

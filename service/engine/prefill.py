@@ -15,6 +15,7 @@ from service.engine.drafters.model import ModelDrafter, pad_rows
 from service.engine.kv.cache import RowCache
 from service.engine.kv.prefix import BLOCK, Owner, PrefixCache
 from service.engine.kv.prefix_files import Piece, Speed
+from service.engine.prompt_logprobs import score_chunk
 from service.engine.request import PADDING_LENGTH, PADDING_TEXT, Request
 from service.engine.strategy import current
 from service.engine.target import Target
@@ -51,6 +52,16 @@ class Prefill:
     def unstarted(self) -> bool:
         """No token was prefilled or loaded from the prefix cache."""
         return self.target_cache.lengths.longest == 0
+
+    @property
+    def scored(self) -> bool:
+        """Whether log-probabilities of these prompts are wanted: then nothing of them is loaded from the prefix cache."""
+        return any(row.unscored for row in self.rows)
+
+    @property
+    def answered(self) -> bool:
+        """Whether answers to these prompts are wanted."""
+        return any(row.prompt.sampling.max_tokens > 0 for row in self.rows)
 
     @property
     def remaining(self) -> int:
@@ -171,12 +182,36 @@ def _uncached_block(prefill: Prefill, prefix: PrefixCache | None) -> tuple[str, 
 
 
 def prefill_target(
-    target: Target, prefill: Prefill, *, size: int, prefix: PrefixCache | None, pace: Pace | None = None
+    target: Target,
+    prefill: Prefill,
+    *,
+    size: int,
+    prefix: PrefixCache | None,
+    pace: Pace | None = None,
+    vocabulary: int | None = None,
 ) -> bool:
     """Prefill the next chunk of `size` tokens of each prompt with the target. Returns whether tokens remain. pace: learns from
-    calls that are waited for."""
+    calls that are waited for. vocabulary: width of the logits, where log-probabilities of the prompts are wanted: then `size`
+    bounds how many logits there are at a time."""
     cache, rows = prefill.target_cache, prefill.rows
-    return _prefill_chunk(Owner.TARGET, target, target.activations, cache, rows, size, sys.maxsize, prefix, pace)
+    if vocabulary is None or not prefill.scored:
+        return _prefill_chunk(Owner.TARGET, target, target.activations, cache, rows, size, sys.maxsize, prefix, pace)
+    logits = list[mx.array]()
+    starts = cache.lengths.host
+    more = _prefill_chunk(
+        Owner.TARGET,
+        lambda tokens, cache: logits.append(target(tokens, cache)),
+        target.activations,
+        cache,
+        rows,
+        size,
+        sys.maxsize,
+        prefix,
+    )
+    if logits:
+        counts = [end - start for start, end in zip(starts, cache.lengths.host, strict=True)]
+        score_chunk(logits[0][..., :vocabulary], [row.scores for row in rows], starts, counts)
+    return more
 
 
 def prefill_draft(drafter: ModelDrafter, prefill: Prefill, *, size: int, prefix: PrefixCache | None) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -17,6 +18,7 @@ from service.core import (
     Generation,
     NonFiniteLogits,
     Prompt,
+    PromptLogprobs,
     Provenance,
     Round,
     Sampling,
@@ -29,6 +31,7 @@ from service.engine.drafters.lookup import NGramIndex
 from service.engine.drafters.prediction import PredictedText
 from service.engine.evidence import Evidence
 from service.engine.history import TokenCounts
+from service.engine.prompt_logprobs import PromptScores
 from service.engine.top_logprobs import pack
 
 log = logging.getLogger(__name__)
@@ -142,6 +145,8 @@ class Request:
     """Of the last round."""
     newest_shown: list[bool] = field(default_factory=list[bool])
     """Of each token of the last round, whether it is part of the text."""
+    scores: PromptScores | None = None
+    """Its prompt's log-probabilities, where they are wanted, until they are sent."""
     counts: TokenCounts = field(default_factory=TokenCounts)
     """Of its tokens, as far as a penalty has asked for them."""
     ngrams: NGramIndex = field(default_factory=NGramIndex)
@@ -164,6 +169,8 @@ class Request:
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt.tokens)
         self.predicted = PredictedText(self.prompt.prediction) if self.prompt.prediction else None
+        if self.prompt.prompt_logprobs is not None:
+            self.scores = PromptScores(self.prompt.tokens, self.prompt.prompt_logprobs)
 
     @property
     def output(self) -> list[int]:
@@ -183,6 +190,29 @@ class Request:
         )
         self.finish = FinishReason.CANCELLED
         log.error("request %s: the target's logits are not finite at output token %d", self.id, self.emitted + 1)
+
+    @property
+    def unscored(self) -> bool:
+        """Whether log-probabilities of its prompt are wanted that no prefill has computed yet."""
+        return self.scores is not None and not self.scores.complete
+
+    def prompt_ended(self) -> None:
+        """Its prompt was prefilled. Ends the request where it has no answer, or where the target's logits in its prompt are not
+        finite; nothing of it is recorded or cached then."""
+        if self.scores is not None and self.scores.failed is not None:
+            self.error = NonFiniteLogits(
+                f"the model computed logits that are not finite for prompt token {self.scores.failed + 1}, so that it has no "
+                "log-probability"
+            )
+            self.finish = FinishReason.CANCELLED
+            log.error("request %s: the target's logits are not finite at prompt token %d", self.id, self.scores.failed)
+        elif self.prompt.sampling.max_tokens == 0:
+            self.finish = FinishReason.LENGTH
+
+    def take_prompt_logprobs(self) -> PromptLogprobs | None:
+        """Its prompt's log-probabilities, once: they are dropped here. None where they are not wanted."""
+        scores, self.scores = self.scores, None
+        return None if scores is None or self.error is not None else scores.logprobs()
 
     @property
     def by_history(self) -> bool:
@@ -283,7 +313,8 @@ class Request:
             )
 
     def newest_logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """Of the tokens of the last round that are part of the text; empty unless the prompt asks for them."""
+        """Of the tokens of the last round that are part of the text, and of the one that ends it where that is wanted; empty
+        unless the prompt asks for them."""
         count, evidence = self.prompt.logprobs, self.newest_evidence
         if count is None or evidence is None:
             return ()
@@ -296,12 +327,13 @@ class Request:
                 _possible(evidence.top_ids[i, :count].tolist(), evidence.top_logprobs[i, :count].tolist()),
             )
             for i, token in enumerate(new)
-            if self.newest_shown[i]
+            if self.prompt.logprob_of_end or self.newest_shown[i]
         )
 
     def finished(self) -> Finished:
         """The last event of the request. Its prompt time includes waiting in the queue."""
         used = dict.fromkeys(round.adapter for round in self.rounds if round.drafted and round.source is Source.DRAFT)
+        accepted = Counter(round.accepted for round in self.rounds if round.drafted)
         decode_started_at = self.decode_started_at or self.arrived_at
         if self.predicted is not None:
             self.predicted.read(self.output)
@@ -320,6 +352,7 @@ class Request:
             first_token_seconds=self.first_token_at - self.arrived_at if self.first_token_at else 0.0,
             predicted_matched=0 if self.predicted is None else self.predicted.matched,
             predicted_unmatched=0 if self.predicted is None else self.predicted.unmatched,
+            accepted_rounds=tuple(accepted[j] for j in range(max(accepted, default=-1) + 1)),
         )
         stopped_by = self.text.stopped_by if self.text is not None else None
         return Finished(self.id, self.finish or FinishReason.CANCELLED, tuple(self.output), timings, stopped_by)

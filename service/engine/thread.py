@@ -17,6 +17,7 @@ from service.core import (
     BARE_DRAFT,
     AdapterRef,
     AdapterRefused,
+    Delta,
     EngineStatus,
     Failed,
     FinishReason,
@@ -577,6 +578,21 @@ class EngineThread:
             self._observer.prefix_read(more)
         if ready:
             engine.decoder.join(ready)
+            self._send_prompt_logprobs(ready, engine)
+
+    def _send_prompt_logprobs(self, ready: Sequence[Prefill], engine: Engine) -> None:
+        """Send what was asked about prompts that were prefilled, and end the requests that ended with them."""
+        rows = {id(row) for prefill in ready for row in prefill.rows}
+        for ticket in [ticket for ticket in self._scheduler.running if id(ticket.row) in rows]:
+            assert ticket.row is not None
+            if (logprobs := ticket.row.take_prompt_logprobs()) is not None:
+                ticket.send(Delta("", (), (), prompt_logprobs=logprobs))
+            if ticket.row.error is not None:
+                ticket.send(Failed(ticket.row.error))
+                self._scheduler.remove([ticket])
+            elif ticket.row.finish is not None:
+                self._finish(ticket, ticket.row, engine)
+                self._scheduler.remove([ticket])
 
     def _round(self, engine: Engine, joining: int) -> None:
         """Decode one round and give every request its share of it. joining: requests that are about to join."""

@@ -258,7 +258,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": 5}, "prompt must be a string or a list"),
     (COMPLETIONS, {"prompt": ["a", ""]}, "prompt.1 must have at least 1 character"),
     (COMPLETIONS, {"prompt": [1, "a"]}, "prompt.1 must be a whole number"),
-    (COMPLETIONS, {"prompt": ["a"] * 9}, "prompt must have at most 8 entries"),
+    (COMPLETIONS, {"prompt": [[1], ["a"]]}, "prompt.1.0 must be a whole number"),
     (RESPONSES, {"input": [5]}, "input.0 must be an object"),
     (RESPONSES, {"input": [{"type": "function_call", "call_id": "c", "name": "n"}]}, "input.0.arguments is missing"),
     (MESSAGES, {"max_tokens": None}, "max_tokens must be a whole number"),

@@ -1,6 +1,6 @@
 """Makes each client's environment and runs its script: `python -m tests.clients [--all] [--examples N] [NAME ...]`.
 
-Without names: the clients of requirements.txt, and with `--all` those of frameworks.txt and npm.txt too.
+Without names: the clients of requirements.txt, and with `--all` those of frameworks.txt, npm.txt and measuring.txt too.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from service.evaluation.server_process import LocalServer
 from service.models.catalog import resolve
+from tests.clients import check_lm_eval
 from tests.clients.scripted_model import write_scripted
 from tests.support.echo_engine import LIMITS, EchoServer
+from tests.support.tiny_server import in_process_server, write_pair
 
 FOLDER = Path(__file__).parent
 SECONDS = 300
@@ -38,6 +40,10 @@ SCHEMATHESIS = "schemathesis"
 """It asks thousands of times: an engine that repeats its prompt answers it."""
 FRAMEWORKS, NPM = "frameworks.txt", "npm.txt"
 """Clients that a scripted model answers: it calls their tools, and its context holds the prompts of coding agents."""
+MEASURING = "measuring.txt"
+"""Tools that people measure servers with, some of which take gigabytes to install: a tiny random pair answers them."""
+CHECKS: dict[str, Callable[[Path], None]] = {"lm_eval": check_lm_eval.check}
+"""What is compared, with what this project can compute, of what a client has left in the folder it ran in."""
 CONTEXT = 32_768
 """Tokens of the scripted model's context, which holds the prompts of coding agents."""
 
@@ -96,6 +102,21 @@ def scripted(folder: Path) -> Generator[str]:
         server.stop()
 
 
+@contextmanager
+def tiny(folder: Path) -> Generator[tuple[str, str]]:
+    """A server on a tiny random pair, whose target a client finds where the bundled one would be. Yields its address, twice."""
+    target, draft = write_pair(folder / "pair")
+    models = folder / "home" / "models"
+    models.mkdir(parents=True)
+    (models / "smollm2-135m").symlink_to(target)
+    server = in_process_server(folder / "server", (target, draft), engine={"max_rows": 4, "max_waiting": 8})
+    server.start()
+    try:
+        yield server.url, server.url
+    finally:
+        server.stop()
+
+
 def python_script(name: str, packages: Sequence[str], folder: Path) -> list[str]:
     """The command of a client that comes from PyPI, in an environment of its own."""
     uv = shutil.which("uv")
@@ -133,6 +154,8 @@ def run(name: str, script: Sequence[str], arguments: Sequence[str], folder: Path
     )
     if done.returncode:
         print(done.stdout[-20_000:], done.stderr[-8_000:], sep="\n")
+    elif name in CHECKS:
+        CHECKS[name](folder)
     said = done.stdout.strip().splitlines()[-1:] if not done.returncode else []
     outcome = "failed" if done.returncode else "passed"
     print(f"{name}: {outcome} ({time.monotonic() - started:.0f} s)", *said, sep="; ", flush=True)
@@ -150,6 +173,7 @@ def main(names: Sequence[str], examples: int = EXAMPLES, *, everything: bool = F
 
     wanted = chosen("requirements.txt", usual=True)
     frameworks, programs = chosen(FRAMEWORKS, usual=everything), chosen(NPM, usual=everything)
+    measuring = chosen(MEASURING, usual=everything)
     real, results = [name for name in wanted if name != SCHEMATHESIS], list[bool]()
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
@@ -163,6 +187,10 @@ def main(names: Sequence[str], examples: int = EXAMPLES, *, everything: bool = F
                     results.append(run(name, python_script(name, packages, folder), [address], folder))
                 for name, packages in programs.items():
                     results.append(run(name, node_script(name, packages, folder), [address], folder))
+        for name, packages in measuring.items():
+            own = folder / f"{name}-run"
+            with tiny(own) as addresses:
+                results.append(run(name, python_script(name, packages, own), addresses, own))
         if SCHEMATHESIS in wanted:
             # It leaves answers unread, of which asyncio warns each time.
             logging.getLogger("asyncio").setLevel(logging.ERROR)
@@ -175,7 +203,7 @@ def main(names: Sequence[str], examples: int = EXAMPLES, *, everything: bool = F
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tests.clients")
     parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--all", action="store_true", help="clients of frameworks.txt and npm.txt, too")
+    parser.add_argument("--all", action="store_true", help="clients of the other files, too")
     parser.add_argument("--examples", type=int, default=EXAMPLES)
     parsed = parser.parse_args()
     if (
@@ -183,6 +211,7 @@ if __name__ == "__main__":
         - environments().keys()
         - environments(FRAMEWORKS).keys()
         - environments(NPM).keys()
+        - environments(MEASURING).keys()
     ):
         parser.error(f"no such client: {', '.join(sorted(unknown))}")
     sys.exit(main(parsed.names, parsed.examples, everything=parsed.all))

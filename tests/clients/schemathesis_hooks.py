@@ -34,11 +34,8 @@ def filter_case(context: schemathesis.HookContext, case: schemathesis.Case) -> b
 
 def _bounded_by_others(body: dict[str, object]) -> bool:
     """Whether fields are within their own bounds, and perhaps beyond those that other fields and settings give them."""
-    least, answers, prompt = body.get("min_tokens"), body.get("n"), body.get("prompt")
+    least, answers = body.get("min_tokens"), body.get("n")
     limits = [body.get(name) for name in ("max_tokens", "max_completion_tokens")]
     most = min((limit for limit in limits if isinstance(limit, int | float)), default=0)
-    prompts = (
-        len(prompt) if isinstance(prompt, list) and not any(isinstance(each, int | float) for each in prompt) else 1
-    )
     too_long = isinstance(least, int | float) and least > most
-    return too_long or (isinstance(answers, int | float) and answers * prompts > ANSWERS)
+    return too_long or (isinstance(answers, int | float) and answers > ANSWERS)

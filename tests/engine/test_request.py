@@ -162,3 +162,17 @@ def test_hidden_tokens_are_no_text_but_in_calls(said: str, start: str, end: str,
     assert request.text is not None and request.text.detokenizer.text == text
     assert "".join(letter for letter, is_shown in zip(said, shown, strict=True) if is_shown) == text
     assert request.emitted == len(said)
+
+
+def test_rounds_with_proposals_are_counted_by_what_was_accepted_of_them() -> None:
+    request = row(max_tokens=20)
+    for tokens, drafted in (([4, 5, 6], [4, 5]), ([4], []), ([8], [4, 5]), ([4, 8], [4, 5]), ([9], [5])):
+        request.append_round(tokens, drafted, Source.DRAFT, adapter=0)
+    timings = request.finished().timings
+    assert timings.accepted_rounds == (2, 1, 1) and sum(timings.accepted_rounds) == timings.draft_rounds
+    assert sum(j * count for j, count in enumerate(timings.accepted_rounds)) == timings.draft_n_accepted
+    plain = row(max_tokens=20)
+    plain.append_round([4], [], Source.DRAFT, adapter=0)
+    none = plain.finished().timings
+    assert none.accepted_rounds == ()
+    assert type(timings).combined([timings, none, timings], 1).accepted_rounds == (4, 2, 2)

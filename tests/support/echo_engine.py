@@ -299,6 +299,7 @@ class EchoEngine:
             prompt // 2,
             queue_seconds=0.25,
             first_token_seconds=first and 0.5 + first,
+            accepted_rounds=(len(output) - len(output) // 2, len(output) // 2),
         )
         self._send(ticket, Finished(ticket.id, finish, tuple(output), timings, stopped_by))
 

@@ -5,7 +5,7 @@ Source of the shapes: the OpenAI API reference and the types of the `openai` pac
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from service.api.schemas import CompletionTokensDetails, ResponseModel, TimingsAnswer
 from service.core import Timings
@@ -18,12 +18,12 @@ class PromptTokensDetails(ResponseModel):
 
 
 class UsageAnswer(ResponseModel):
-    """Tokens; `completion_tokens` of all answers together."""
+    """Tokens; `completion_tokens` of all answers together. prompt_tokens_details: absent while an answer is under way."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: PromptTokensDetails | None = None
     completion_tokens_details: CompletionTokensDetails | None = None
 
     @classmethod
@@ -39,15 +39,22 @@ class UsageAnswer(ResponseModel):
             usage.completion_tokens_details = details
         return usage
 
+    @classmethod
+    def so_far(cls, prompt: int, completion: int) -> UsageAnswer:
+        """Of an answer that is under way."""
+        return cls(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+
 
 class SpeculativeMetrics(ResponseModel):
-    """How speculation went, by vLLM's names. mean_acceptance_length: accepted tokens a step with proposals, and one."""
+    """How speculation went, by vLLM's names. mean_acceptance_length: accepted tokens a step with proposals, and one.
+    acceptance_histogram: by j, the steps of which j proposed tokens were accepted; their sum is num_spec_steps."""
 
     mean_acceptance_length: float
     draft_acceptance_rate: float
     num_spec_steps: int
     num_draft_tokens: int
     num_accepted_draft_tokens: int
+    acceptance_histogram: list[int]
 
 
 class MetricsAnswer(ResponseModel):
@@ -66,6 +73,7 @@ class MetricsAnswer(ResponseModel):
             num_spec_steps=spent.draft_rounds,
             num_draft_tokens=spent.draft_n,
             num_accepted_draft_tokens=spent.draft_n_accepted,
+            acceptance_histogram=list(spent.accepted_rounds),
         )
         return cls(speculative_decoding=speculative)
 
@@ -89,6 +97,18 @@ class ChoiceLogprobs(ResponseModel):
 
     content: list[TokenLogprob]
     refusal: None = None
+
+
+class PromptTokenLogprob(ResponseModel):
+    """A token's log-probability at a place of the prompt, by vLLM's names. rank: 1 for the most likely token there."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptTokens: TypeAlias = list[dict[str, PromptTokenLogprob] | None]
+"""For each token of a prompt, by token id: the token itself and the most likely ones at its place; null of the first."""
 
 
 class FunctionCallAnswer(ResponseModel):
@@ -130,7 +150,7 @@ class Choice(ResponseModel):
 
 
 class ChatAnswer(ResponseModel):
-    """The JSON answer of the chat route. timings, metrics: of all choices together."""
+    """The JSON answer of the chat route. timings, metrics: of all choices together. prompt_logprobs: when asked for."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -140,6 +160,7 @@ class ChatAnswer(ResponseModel):
     usage: UsageAnswer
     timings: TimingsAnswer
     metrics: MetricsAnswer
+    prompt_logprobs: PromptTokens | None = None
 
 
 class ChunkDelta(ResponseModel):
@@ -161,8 +182,9 @@ class ChunkChoice(ResponseModel):
 
 
 class ChatChunk(ResponseModel):
-    """One event of a chat stream. usage: in a last chunk without choices, when asked for. timings, metrics: in the last chunk
-    of an answer, of that answer."""
+    """One event of a chat stream. usage: in a last chunk without choices, when asked for; on request in every other chunk too,
+    of its answer so far. timings, metrics: in the last chunk of an answer, of that answer. prompt_logprobs: in that of the
+    first answer, when asked for."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
@@ -172,24 +194,26 @@ class ChatChunk(ResponseModel):
     usage: UsageAnswer | None = None
     timings: TimingsAnswer | None = None
     metrics: MetricsAnswer | None = None
+    prompt_logprobs: PromptTokens | None = None
 
 
 class CompletionLogprobs(ResponseModel):
-    """Four lists of one entry a token. text_offset: where it begins in the text."""
+    """Four lists of one entry a token; null: it is the first of a prompt. text_offset: where it begins in the text."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
 class CompletionChoice(ResponseModel):
-    """One answer, or what is new of it."""
+    """One answer, or what is new of it. prompt_logprobs: of its prompt, when asked for; in a stream at the answer's end."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
+    prompt_logprobs: PromptTokens | None = None
 
 
 class CompletionAnswer(ResponseModel):

@@ -43,6 +43,7 @@ from service.api.openai.answer_schemas import (
     ToolCallAnswer,
     UsageAnswer,
 )
+from service.api.openai.prompt_logprobs import prompt_tokens
 from service.api.openai.schemas import (
     JSON_OBJECT,
     AllowedTools,
@@ -159,10 +160,15 @@ def asked_by(
     *,
     max_tokens_field: str = "max_tokens",
     logprobs: int | None,
+    echo: bool = False,
     forced: ForcedCalls | None = None,
     prediction: str = "",
 ) -> Asked:
-    """What a request to the chat or the completion route asks of one prompt. Raises BadRequest."""
+    """What a request to the chat or the completion route asks of one prompt. echo: the prompt is part of the answer, and so are
+    its log-probabilities where there are any. Raises BadRequest."""
+    scored = [count for count in (body.prompt_logprobs, logprobs if echo else None) if count is not None]
+    # Texts that are measured were not meant for a model: they are recorded only where the request says so.
+    measured = echo or bool(scored)
     return Asked(
         prompt,
         sampling(
@@ -187,8 +193,11 @@ def asked_by(
         max_tokens_field=max_tokens_field,
         domain=body.metadata.domain if body.metadata is not None else None,
         client=client_tag(body.user),
-        store=body.store is not False,
+        store=bool(body.store) if measured else body.store is not False,
         logprobs=logprobs,
+        # Tools take all entries but the last for the prompt's, so that there must be one for each generated token.
+        logprob_of_end=echo,
+        prompt_logprobs=max(scored, default=None),
         num_draft_tokens=body.num_draft_tokens,
         grammar=_grammar(body, forced),
         forced_calls=forced,
@@ -318,7 +327,9 @@ class _Writer:
         self._encoder = frontend.encoder
         self._model = model
         self._logprobs = wants_logprobs(body)
+        self._prompt_logprobs = body.prompt_logprobs
         self._usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        self._continuous = body.stream_options is not None and body.stream_options.continuous
         self._id = f"chatcmpl-{exchange.id}"
         self._created = int(time.time())
 
@@ -335,6 +346,8 @@ class _Writer:
             timings=TimingsAnswer.of(spent, draft_counts=self.exchange.draft_counts),
             metrics=MetricsAnswer.of(spent, draft_counts=self.exchange.draft_counts),
         )
+        if self._prompt_logprobs is not None:
+            whole.prompt_logprobs = prompt_tokens(self._encoder, self.answers[0], self._prompt_logprobs)
         return whole.model_dump(mode="json", exclude_unset=True)
 
     def _choice(self, index: int, answer: Answer) -> Choice:
@@ -397,14 +410,23 @@ class _Writer:
         choice = ChunkChoice(index=index, delta=delta, finish_reason=None)
         if logprobs is not None:
             choice.logprobs = logprobs
-        return self._chunk([choice])
+        return self._with_usage(self._chunk([choice]), index)
+
+    def _with_usage(self, chunk: ChatChunk, index: int) -> ChatChunk:
+        """The chunk, with what its answer has used so far where every chunk says that."""
+        if self._continuous:
+            chunk.usage = UsageAnswer.so_far(self.exchange.prompt_tokens_of(index), self.answers[index].tokens)
+        return chunk
 
     def _last(self, index: int) -> ChatChunk:
         answer = self.answers[index]
-        chunk = self._chunk([ChunkChoice(index=index, delta=ChunkDelta(), finish_reason=answer.reason.value)])
+        choice = ChunkChoice(index=index, delta=ChunkDelta(), finish_reason=answer.reason.value)
+        chunk = self._with_usage(self._chunk([choice]), index)
         counts = self.exchange.draft_counts
         chunk.timings = TimingsAnswer.of(answer.timings, draft_counts=counts)
         chunk.metrics = MetricsAnswer.of(answer.timings, draft_counts=counts)
+        if self._prompt_logprobs is not None and index == 0:
+            chunk.prompt_logprobs = prompt_tokens(self._encoder, answer, self._prompt_logprobs)
         return chunk
 
 

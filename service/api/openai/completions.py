@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Literal, cast
 
+from anyio import to_thread
 from fastapi import APIRouter, Request, Response
 
 from service.api.access import caller_of
@@ -21,10 +22,12 @@ from service.api.openai.answer_schemas import (
     MetricsAnswer,
     UsageAnswer,
 )
-from service.api.openai.chat import asked_by, likely_token, server_sent
+from service.api.openai.chat import asked_by, server_sent
+from service.api.openai.completion_logprobs import completion_logprobs, echoed_logprobs, joined, prompt_text
+from service.api.openai.prompt_logprobs import prompt_tokens
 from service.api.openai.schemas import CompletionRequest
 from service.api.schemas import TimingsAnswer
-from service.core import Encoder, RedraftError, Timings, TokenLogprobs
+from service.core import RedraftError, Timings
 
 
 def completion_routes(frontend: Frontend) -> APIRouter:
@@ -41,11 +44,14 @@ def completion_routes(frontend: Frontend) -> APIRouter:
         ignored = ignored_by(body, frontend)
         model, other = model_of(body.model, frontend)
         prompts = _prompts(body)
-        asked = [asked_by(body, prompt, frontend, body.max_tokens, logprobs=body.logprobs) for prompt in prompts]
+        asked = [
+            asked_by(body, prompt, frontend, body.max_tokens, logprobs=body.logprobs, echo=bool(body.echo))
+            for prompt in prompts
+        ]
         exchange, answers = await frontend.submit(
             asked, caller_of(request), each=body.n or 1, live=bool(body.stream), route=request.url.path
         )
-        writer = _Writer(exchange, answers, len(prompts), frontend, body, model)
+        writer = _Writer(exchange, answers, prompts, frontend, body, model)
         return await respond(writer, request, frontend, stream=bool(body.stream), ignored=[*other, *ignored])
 
     return router
@@ -60,53 +66,74 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
 
 
 class _Writer:
-    """Writes the answers to one request, whole or in chunks. prompts: how many there are."""
+    """Writes the answers to one request, whole or in chunks."""
 
     def __init__(
         self,
         exchange: Exchange,
         answers: Sequence[Answer],
-        prompts: int,
+        prompts: Sequence[str | Sequence[int]],
         frontend: Frontend,
         body: CompletionRequest,
         model: str,
     ) -> None:
         self.exchange = exchange
         self.answers = answers
-        self._each = len(answers) // prompts
+        self._prompts = prompts
+        self._each = len(answers) // len(prompts)
         self._encoder = frontend.encoder
         self._model = model
-        self._logprobs = body.logprobs is not None
+        self._logprobs = body.logprobs
+        self._echo = bool(body.echo)
+        self._prompt_logprobs = body.prompt_logprobs
         self._usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        self._continuous = body.stream_options is not None and body.stream_options.continuous
         self._id = f"cmpl-{exchange.id}"
         self._created = int(time.time())
 
     async def whole(self) -> dict[str, Any]:
         """See Writer."""
+        if self._echo or self._prompt_logprobs is not None:
+            # Some hundred bytes a prompt token: the event loop would stand still meanwhile.
+            return await to_thread.run_sync(self._whole)
+        return self._whole()
+
+    def _whole(self) -> dict[str, Any]:
         choices: list[CompletionChoice] = []
         for index, answer in enumerate(self.answers):
-            logprobs = completion_logprobs(self._encoder, answer.logprobs, 0) if self._logprobs else None
-            choices.append(
-                CompletionChoice(index=index, text=answer.text, logprobs=logprobs, finish_reason=_reason(answer))
-            )
+            before, logprobs = self._echoed(index)
+            if self._logprobs is not None:
+                own = completion_logprobs(self._encoder, answer.logprobs, len(before))
+                logprobs = own if logprobs is None else joined(logprobs, own)
+            choices.append(self._choice(index, before + answer.text, logprobs, ended=True))
         spent = combined_timings(self.answers, self._each)
         return self._answer(choices, usage=spent, timings=spent).model_dump(mode="json", exclude_unset=True)
 
     async def frames(self, patience: float, *, one_call: bool) -> AsyncIterator[bytes]:
         """See Writer."""
-        offsets = [0] * len(self.answers)
+        offsets: list[int | None] = [None] * len(self.answers)
         try:
             async for part in read_parts(self.exchange, self.answers, patience, one_call=one_call):
                 if part is None:
                     yield KEEP_ALIVE
                     continue
-                index, answer, logprobs = part.index, self.answers[part.index], None
+                index, answer, before, logprobs = part.index, self.answers[part.index], "", None
+                offset = offsets[index]
+                if offset is None:
+                    # The first chunk has the prompt too.
+                    before, logprobs = self._echoed(index)
+                    offset = len(before)
                 if part.logprobs:
-                    logprobs = completion_logprobs(self._encoder, part.logprobs, offsets[index])
-                    offsets[index] += sum(map(len, logprobs.tokens))
-                text, reason = "".join(piece.text for piece in part.pieces), _reason(answer) if part.ended else None
-                choice = CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=reason)
-                yield server_sent(self._answer([choice], timings=answer.timings if part.ended else None))
+                    own = completion_logprobs(self._encoder, part.logprobs, offset)
+                    offset += sum(map(len, own.tokens))
+                    logprobs = own if logprobs is None else joined(logprobs, own)
+                offsets[index] = offset
+                text = before + "".join(piece.text for piece in part.pieces)
+                choice = self._choice(index, text, logprobs, ended=part.ended)
+                chunk = self._answer([choice], timings=answer.timings if part.ended else None)
+                if self._continuous:
+                    chunk.usage = UsageAnswer.so_far(self.exchange.prompt_tokens_of(index), answer.tokens)
+                yield server_sent(chunk)
             if self._usage:
                 yield server_sent(self._answer([], usage=combined_timings(self.answers, self._each)))
             yield DONE
@@ -114,6 +141,27 @@ class _Writer:
             yield server_sent(describe(error))
         finally:
             self.exchange.close()
+
+    def _echoed(self, index: int) -> tuple[str, CompletionLogprobs | None]:
+        """What comes before an answer: its prompt's text and log-probabilities, as far as they are wanted."""
+        if not self._echo:
+            return "", None
+        text, known = (
+            prompt_text(self._encoder, self._prompts[index // self._each]),
+            self.answers[index].prompt_logprobs,
+        )
+        if self._logprobs is None or known is None:
+            return text, None
+        return text, echoed_logprobs(self._encoder, known, text, self._logprobs)
+
+    def _choice(self, index: int, text: str, logprobs: CompletionLogprobs | None, *, ended: bool) -> CompletionChoice:
+        answer = self.answers[index]
+        choice = CompletionChoice(
+            index=index, text=text, logprobs=logprobs, finish_reason=_reason(answer) if ended else None
+        )
+        if ended and self._prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_tokens(self._encoder, answer, self._prompt_logprobs)
+        return choice
 
     def _answer(
         self, choices: list[CompletionChoice], *, usage: Timings | None = None, timings: Timings | None = None
@@ -131,28 +179,3 @@ class _Writer:
 
 def _reason(answer: Answer) -> Literal["stop", "length"]:
     return "length" if answer.reason is EndReason.LENGTH else "stop"
-
-
-def _key(encoder: Encoder, token: int) -> str:
-    """A token's text or, where it is no whole character, its bytes, as OpenAI writes them."""
-    raw = encoder.token_bytes(token)
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
-
-def completion_logprobs(encoder: Encoder, logprobs: Sequence[TokenLogprobs], offset: int) -> CompletionLogprobs:
-    """The log-probabilities of output tokens, as clients see them. offset: characters of the text before them."""
-    tokens = [likely_token(encoder, each.token, each.logprob).token for each in logprobs]
-    offsets = [offset]
-    for token in tokens:
-        offsets.append(offsets[-1] + len(token))
-    return CompletionLogprobs(
-        tokens=tokens,
-        token_logprobs=[each.logprob for each in logprobs],
-        top_logprobs=[
-            {_key(encoder, token): p for token, p in [*each.top, (each.token, each.logprob)]} for each in logprobs
-        ],
-        text_offset=offsets[:-1],
-    )

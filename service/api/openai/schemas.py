@@ -48,7 +48,6 @@ from service.api.schemas import (
 from service.core import Grammar, GrammarKind
 
 MAX_TOP_LOGPROBS = 20
-MAX_PROMPTS = 8
 MAX_CHOICES = 2**15
 MAX_BIASED = 1024
 
@@ -61,6 +60,9 @@ UnboundedTokens = Annotated[
     Tokens | None, BeforeValidator(minus_one_is_none, json_schema_input_type=Tokens | Literal[-1] | None)
 ]
 """-1: as many as fit, as llama.cpp has it."""
+NoneOrMoreTokens = Annotated[
+    LeastTokens | None, BeforeValidator(minus_one_is_none, json_schema_input_type=LeastTokens | Literal[-1] | None)
+]
 LogitBias = Annotated[
     dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Annotated[Number, Field(ge=-100, le=100)]],
     Field(max_length=MAX_BIASED, json_schema_extra={"additionalProperties": False}),
@@ -285,11 +287,17 @@ class Predicted(ClientModel):
 
 
 class StreamOptions(ClientModel):
-    """include_usage: a last chunk with the tokens used."""
+    """include_usage: a last chunk with the tokens used. continuous_usage_stats: with include_usage, every chunk says how many
+    its answer has used so far."""
 
     include_usage: Flag | None = None
+    continuous_usage_stats: Flag | None = None
     include_obfuscation: Ignored = None
-    continuous_usage_stats: Unserved = None
+
+    @property
+    def continuous(self) -> bool:
+        """Whether every chunk has a usage."""
+        return bool(self.include_usage and self.continuous_usage_stats)
 
 
 _STRUCTURED = "grammars by this name are not served: give structured_outputs or response_format"
@@ -322,7 +330,6 @@ class NeutralFields(ClientModel):
     use_beam_search: Unserved = None
     length_penalty: One = None
     priority: Ignored = None
-    prompt_logprobs: Unserved = None
     return_token_ids: Unserved = None
     truncate_prompt_tokens: Unserved = None
     prompt_embeds: Unserved = None
@@ -376,6 +383,7 @@ class CommonRequest(NeutralFields):
     skip_special_tokens: Flag | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    prompt_logprobs: TopLogprobs | None = None
 
 
 class ChatRequest(CommonRequest):
@@ -418,18 +426,21 @@ class ChatRequest(CommonRequest):
 
 
 class CompletionRequest(CommonRequest):
-    """The body of POST /v1/completions. prompt: a text or token ids, or several of them."""
+    """The body of POST /v1/completions. prompt: a text or token ids, or several of them. max_tokens: 0 generates nothing.
+    echo: the prompt comes before the answer, with `logprobs` their tokens too. A request with echo or prompt_logprobs is
+    recorded only with `store`."""
 
     model_config = ConfigDict(json_schema_extra=one_of_them(NO_FORMAT, NO_STRUCTURE))
 
     prompt: (
         FilledText
-        | Annotated[list[FilledText], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[FilledText], Field(min_length=1)]
         | FilledTokens
-        | Annotated[list[FilledTokens], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[FilledTokens], Field(min_length=1)]
     )
+    max_tokens: NoneOrMoreTokens | None = None
     logprobs: TopLogprobs | None = None
-    echo: Unserved = None
+    echo: Flag | None = None
     add_generation_prompt: OnlyTrue = None
     continue_final_message: Unserved = None
     suffix: Annotated[Any, NotServed("text behind the answer (suffix) is not served")] = None
