@@ -94,7 +94,7 @@ def check_entries(body: object, max_context: int) -> None:
         count = max([len(parts) if name != "prompt" or _is_number(entries[:1]) else 0, *parts])
         if count > max_context:
             reason = f"{count} entries cannot fit in a context of {max_context} tokens"
-            raise ContextExceeded(f"{name} is too long: {reason}", field=name)
+            raise ContextExceeded(f"{name} is too long: {reason}", name, prompt_tokens=count, limit=max_context)
 
 
 def _parts(entry: object) -> int:

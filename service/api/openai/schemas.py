@@ -61,7 +61,8 @@ UnboundedTokens = Annotated[
 ]
 """-1: as many as fit, as llama.cpp has it."""
 NoneOrMoreTokens = Annotated[
-    LeastTokens | None, BeforeValidator(minus_one_is_none, json_schema_input_type=LeastTokens | Literal[-1] | None)
+    Tokens | Literal[0] | None,
+    BeforeValidator(minus_one_is_none, json_schema_input_type=Tokens | Literal[0, -1] | None),
 ]
 LogitBias = Annotated[
     dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Annotated[Number, Field(ge=-100, le=100)]],
