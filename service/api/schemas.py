@@ -34,7 +34,8 @@ Whole = Annotated[int, Field(strict=True)]
 INTEGRAL = BeforeValidator(_whole)
 """Comes last, so that the schema keeps the bounds."""
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-Tokens = Annotated[Whole, Field(ge=1, lt=2**63), INTEGRAL]
+Tokens = Annotated[Whole, Field(ge=1, lt=2**53), INTEGRAL]
+"""Below 2**53, as far as every JSON library reads whole numbers exactly (RFC 8259, section 6)."""
 DraftTokens = Annotated[Whole, Field(ge=0, le=64), INTEGRAL]
 StopString = Annotated[str, Field(strict=True, min_length=1, max_length=MAX_STOP_CHARS)]
 

@@ -13,6 +13,7 @@ from schemathesis.core.parameters import ParameterLocation
 from schemathesis.generation import GenerationMode
 
 JSON = "application/json"
+SERVED = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
 ANSWERS = 12
 """The most that run and wait at once on the server that is asked."""
 
@@ -33,9 +34,17 @@ def filter_case(context: schemathesis.HookContext, case: schemathesis.Case) -> b
 
 
 def _bounded_by_others(body: dict[str, object]) -> bool:
-    """Whether fields are within their own bounds, and perhaps beyond those that other fields and settings give them."""
+    """Whether fields are within their own bounds, and perhaps beyond those that other fields and settings give them; or whether
+    no item of an input is of a type that is served, since some must be."""
     least, answers = body.get("min_tokens"), body.get("n")
     limits = [body.get(name) for name in ("max_tokens", "max_completion_tokens")]
     most = min((limit for limit in limits if isinstance(limit, int | float)), default=0)
     too_long = isinstance(least, int | float) and least > most
-    return too_long or (isinstance(answers, int | float) and answers > ANSWERS)
+    items = body.get("input")
+    unserved = isinstance(items, list) and not any(isinstance(item, dict) and _served(item) for item in items)
+    return too_long or unserved or (isinstance(answers, int | float) and answers > ANSWERS)
+
+
+def _served(item: dict[str, object]) -> bool:
+    """Whether an item of an input is read; others are ignored by name."""
+    return item.get("type") in SERVED or "role" in item
