@@ -28,7 +28,7 @@ from tests.support.tiny_server import in_process_server, write_pair
 FOLDER = Path(__file__).parent
 SECONDS = 300
 """Of a client's script, and of each step that makes its environment."""
-EXAMPLES = 250
+EXAMPLES = 100
 """Requests that schemathesis makes up for each operation; it has two seconds for each."""
 SETTINGS: dict[str, dict[str, object]] = {
     "training": {"enabled": False},

@@ -1,4 +1,4 @@
-"""Thousands of requests made from the OpenAPI document; `just clients` makes 250 of each operation."""
+"""Thousands of requests made from the OpenAPI document; `just clients` makes 100 of each operation."""
 
 from collections.abc import Callable
 

@@ -152,7 +152,7 @@ def long_prompt(bundled: Loaded) -> tuple[int, ...]:
     )[-LONG_TEXT:]
 
 
-@pytest.mark.parametrize(("following", "tokens"), [(100, 8), pytest.param(300, 32, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("following", "tokens"), [(40, 4), pytest.param(300, 32, marks=pytest.mark.nightly)])
 def test_a_base_inside_rope_parameters_changes_no_token(
     with_draft: Callable[[str], Pair], moved: tuple[Path, Path], following: int, tokens: int
 ) -> None:
