@@ -64,6 +64,15 @@ def test_many_prompts_are_answered_in_turn(stream: bool, each: int) -> None:
     assert engine.reserved == 0 and len(engine.tickets) == len(expected)
 
 
+def test_a_batch_may_take_longer_than_one_of_its_answers_may() -> None:
+    server = EchoServer(engine=EchoEngine(pause=0.05), limits=replace(LIMITS, max_answers=1, request_timeout=0.6))
+    with server.served() as address, httpx.Client(base_url=address, timeout=60) as http:
+        began = time.monotonic()
+        assert choices(http.post(COMPLETIONS, json={"prompt": texts(8), "max_tokens": 9})) == texts(8)
+        assert time.monotonic() - began > 0.6
+    assert server.value('redraft:requests_failed_total{code="timeout"}') == 0
+
+
 @pytest.mark.parametrize("most", [1, 2, 3])
 def test_small_queues_take_one_prompt_at_a_time_at_least(most: int) -> None:
     engine = CountingEngine(pause=0.002)
