@@ -336,7 +336,7 @@ class Request:
         accepted = Counter(round.accepted for round in self.rounds if round.drafted)
         decode_started_at = self.decode_started_at or self.arrived_at
         if self.predicted is not None:
-            self.predicted.read(self.output)
+            self.predicted.read(self.tokens, len(self.prompt.tokens))
         timings = Timings(
             prompt_n=len(self.prompt.tokens),
             prompt_seconds=decode_started_at - self.arrived_at,

@@ -111,7 +111,7 @@ class Lookup:
     def _predicted(self, row: Request) -> LookupProposal | None:
         if row.predicted is None:
             return None
-        row.predicted.read(row.output)
+        row.predicted.read(row.tokens, len(row.prompt.tokens))
         match = row.predicted.propose(self.max_tokens)
         return None if match is None else LookupProposal(match[0], list(match[1]), Source.PREDICTION)
 

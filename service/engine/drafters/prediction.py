@@ -45,14 +45,14 @@ class PredictedText:
         """Tokens of the prediction that the answer does not have."""
         return max(len(self._tokens) - self.matched, 0)
 
-    def read(self, answer: Sequence[int]) -> None:
-        """Follow the answer's new tokens. answer: all of its tokens."""
-        new = answer[self._read :]
-        self._read = len(answer)
+    def read(self, tokens: Sequence[int], start: int = 0) -> None:
+        """Follow the answer's new tokens. tokens: those of the text, of which the answer begins at `start`."""
+        new = tokens[start + self._read :]
+        self._read += len(new)
         for token in new:
             self._follow(token)
         if new and self._next is None:
-            self._search(answer)
+            self._search(tokens)
 
     def propose(self, most: int) -> tuple[int, Sequence[int]] | None:
         """The kind of the match (one of STRENGTHS) and up to `most` tokens that may follow; None where the answer has left
@@ -107,7 +107,7 @@ class PredictedText:
 
     def _strength_at(self, answer: Sequence[int], position: int) -> int:
         """How many of the answer's last tokens stand in the prediction up to this position."""
-        most, length = min(LONGEST, len(answer), position + 1), 0
+        most, length = min(LONGEST, self._read, position + 1), 0
         while length < most and self._tokens[position - length] == answer[-1 - length]:
             length += 1
         return length
