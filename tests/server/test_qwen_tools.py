@@ -206,6 +206,10 @@ def test_other_layouts_of_the_markers(tmp_path: Path, layout: Layout) -> None:
         for way, body in CHAT.items():
             assert chat(server, QUESTION, False, **body) == ("", [CALL], "tool_calls"), way
         assert chat(server, GREETING, False, **CHAT["strict auto"]) == (REPLY, [], "stop")
-        assert chat(server, QUESTION, False)[0] == Format.JSON.call(*CALL)
+        # Without tools the call is text, and special tokens are no part of a text.
+        text = Format.JSON.call(*CALL)
+        if layout is Layout.SPECIAL:
+            text = text.removeprefix("<tool_call>").removesuffix("</tool_call>")
+        assert chat(server, QUESTION, False)[0] == text
     finally:
         assert server.stop() == 0
