@@ -382,8 +382,8 @@ def test_arguments_of_past_calls(
         },
     }
     assert http.post(path, json=asked[path]).status_code == 200
-    (past,) = server.encoder.chats[-1][0][1]["tool_calls"]
-    assert past["function"] == {"name": "now", "arguments": read}
+    function = {"name": "now", "arguments": read}
+    assert server.encoder.chats[-1][0][1]["tool_calls"] == [{"id": "c1", "type": "function", "function": function}]
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])

@@ -318,6 +318,7 @@ NULLS: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"type": "array", "items": None, "maxItems": None}, "[5]", "{"),
     ({"enum": [None, {"required": None}], "title": None, "items": None}, '{"required": null}', "{}"),
+    ({"properties": {"default": {"type": "string", "pattern": None}}}, '{"default": "a"}', '{"default": 5'),
     ({"const": None, "format": None, "type": None}, "null", '"'),
     ({"type": "string", "$schema": "https://json-schema.org/draft-07/schema#"}, '"a"', "5"),
     ({"type": "string", "$schema": "http://json-schema.org/schema#"}, '"a"', "5"),
