@@ -18,6 +18,7 @@ from service.models.answer import AnswerReader
 from tests.support.echo_engine import LIMITS, Codepoints, EchoEngine, EchoServer
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGES = "/v1/messages"
 CALL = '<tool_call>{"name": "now", "arguments": {"zone": "é"}}</tool_call>'
 TOOL = {"type": "function", "function": {"name": "now", "description": "The time.", "parameters": {"type": "object"}}}
 STRICT = {"type": "function", "function": {"name": "then", "strict": True}}
@@ -349,6 +350,40 @@ def test_a_tools_round_trip(server: EchoServer, http: httpx.Client) -> None:
     assert messages[2] == {"role": "tool", "content": "12:00", "tool_call_id": "c1"}
     assert http.post(CHAT, json={"messages": user("a"), "tools": [TOOL], "tool_choice": "none"}).status_code == 200
     assert server.encoder.chats[-1][1] == []
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ({"zone": "UTC"}, {"zone": "UTC"}),
+        ('{"zone": "UTC"}', {"zone": "UTC"}),
+        ('{"zone": "U', '{"zone": "U'),
+        ("[1]", "[1]"),
+        ("", {}),
+        (None, {}),
+        ([], {}),
+    ],
+    ids=str,
+)
+def test_arguments_of_past_calls(
+    server: EchoServer, http: httpx.Client, path: str, given: object, read: object
+) -> None:
+    """Clients send them back as they parsed them, as text that was cut, and not at all."""
+    call = {"type": "function", "id": "c1", "function": {"name": "now", "arguments": given}}
+    block = {"type": "tool_use", "id": "c1", "name": "now", "input": given}
+    item = {"type": "function_call", "call_id": "c1", "name": "now", "arguments": given}
+    asked: dict[str, dict[str, Any]] = {
+        CHAT: {"messages": [*user("when?"), {"role": "assistant", "tool_calls": [call]}, *user("a")]},
+        RESPONSES: {"input": [*user("when?"), item, *user("a")]},
+        MESSAGES: {
+            "messages": [*user("when?"), {"role": "assistant", "content": [block]}, *user("a")],
+            "max_tokens": 9,
+        },
+    }
+    assert http.post(path, json=asked[path]).status_code == 200
+    function = {"name": "now", "arguments": read}
+    assert server.encoder.chats[-1][0][1]["tool_calls"] == [{"id": "c1", "type": "function", "function": function}]
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])

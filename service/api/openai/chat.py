@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from service.api.compatible import (
     ignored_by,
     json_grammar,
     model_of,
+    past_arguments,
     respond,
     sampling,
     template_options,
@@ -268,7 +268,7 @@ def template_turn(turn: Message) -> dict[str, object]:
 
 
 def _past_call(call: ToolCallTurn) -> dict[str, object]:
-    function = {"name": call.function.name, "arguments": arguments_of(call.function.arguments)}
+    function = {"name": call.function.name, "arguments": past_arguments(call.function.arguments)}
     return {"id": call.id, "type": "function", "function": function}
 
 
@@ -277,15 +277,6 @@ def joined(content: Content | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(part.text for part in content)
-
-
-def arguments_of(text: str) -> object:
-    """A call's arguments as templates take them: the JSON object, an empty one for "", or the text where it is none."""
-    try:
-        value = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, dict) else text
 
 
 def _tool(tool: Tool) -> dict[str, object]:
