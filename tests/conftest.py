@@ -1,4 +1,4 @@
-"""Set-up of every test process: the fast BLAS, one BLAS thread per worker, batch scheduling, and none of the caller's settings."""
+"""Set-up of every test process: the fast BLAS with one thread a worker, batch scheduling, and none of the caller's settings."""
 
 from __future__ import annotations
 
