@@ -18,6 +18,7 @@ _BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions",
 """Keywords whose values hold schemas by names, which are no keywords."""
 _VALUES = frozenset({"const", "default", "enum", "examples"})
 """Keywords whose values are no schemas."""
+_INTEGERS = frozenset({"minLength", "maxLength", "minItems", "maxItems", *_COUNTS})
 _MAY_BE_NULL = frozenset({"const", "default"})
 MAX_MERGES = 64
 """Pairs of overlapping patterns of one grammar that are joined."""
@@ -89,9 +90,12 @@ def merged_patterns(grammar: str, error: str) -> str | None:
 
 
 def readable(grammar: str, refusal: Callable[[str], str]) -> tuple[str, tuple[str, ...]]:
-    """A grammar whose schemas have no keyword that is null, no dialect that llguidance does not know, and no pattern that looks
-    around or refers back, which no grammar can follow; and the keywords that had such a pattern, in alphabetical order.
-    refusal: why a regex does not compile, or "" where it does."""
+    """A grammar that llguidance reads, and the keywords whose patterns were dropped, in alphabetical order.
+
+    Its schemas have no keyword that is null, no dialect that llguidance does not know and no bound such as 2.0, which is an
+    integer in JSON schema. Patterns that look around or refer back are dropped, because no grammar can follow them.
+    refusal: why a regex does not compile, or "" where it does.
+    """
     refused: dict[str, bool] = {}
     names: set[str] = set()
 
@@ -104,6 +108,9 @@ def readable(grammar: str, refusal: Callable[[str], str]) -> tuple[str, tuple[st
 
     def change(schema: dict[str, Any]) -> None:
         _drop_nulls(schema)
+        for bound in _INTEGERS & schema.keys():
+            if isinstance(schema[bound], float) and schema[bound].is_integer():
+                schema[bound] = int(schema[bound])
         if isinstance(dialect := schema.get("$schema"), str) and not _DIALECT.fullmatch(dialect):
             del schema["$schema"]
         if looks_around(schema.get("pattern")):
