@@ -122,7 +122,10 @@ def python_script(name: str, packages: Sequence[str], folder: Path) -> list[str]
     uv = shutil.which("uv")
     assert uv is not None, "uv is not installed"
     environment = folder / name
-    subprocess.run([uv, "venv", "--quiet", str(environment)], check=True, timeout=SECONDS)
+    wanted = [package.removeprefix("python") for package in packages if package.startswith("python<")]
+    packages = [package for package in packages if not package.startswith("python<")]
+    chosen = ["--python", wanted[0]] if wanted else []
+    subprocess.run([uv, "venv", "--quiet", *chosen, str(environment)], check=True, timeout=SECONDS)
     python = environment / ("Scripts" if sys.platform == "win32" else "bin") / "python"
     # Elsewhere, or this project's own versions would bind the client's.
     install = [uv, "pip", "install", "--quiet", "--python", str(python), *packages]
