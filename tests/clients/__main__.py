@@ -128,7 +128,9 @@ def python_script(name: str, packages: Sequence[str], folder: Path) -> list[str]
     subprocess.run([uv, "venv", "--quiet", *chosen, str(environment)], check=True, timeout=SECONDS)
     python = environment / ("Scripts" if sys.platform == "win32" else "bin") / "python"
     # Elsewhere, or this project's own versions would bind the client's.
-    install = [uv, "pip", "install", "--quiet", "--python", str(python), *packages]
+    overrides = FOLDER / f"overrides_{name}.txt"
+    given = ["--override", str(overrides)] if overrides.exists() else []
+    install = [uv, "pip", "install", "--quiet", "--python", str(python), *given, *packages]
     subprocess.run(install, cwd=folder, check=True, timeout=SECONDS)
     return [str(python), str(FOLDER / f"client_{name}.py")]
 
