@@ -26,7 +26,7 @@ from tests.support.echo_engine import LIMITS, EchoServer
 from tests.support.tiny_server import in_process_server, write_pair
 
 FOLDER = Path(__file__).parent
-SECONDS = 300
+SECONDS = 600
 """Of a client's script, and of each step that makes its environment."""
 EXAMPLES = 100
 """Requests that schemathesis makes up for each operation; it has two seconds for each."""
