@@ -16,7 +16,7 @@ from pydantic_settings import BaseSettings
 from service.cli.root import app
 from service.metrics import METRICS
 from service.settings import Settings, load_settings
-from tests.support.reference import FILE, build, commands, docstrings, reference
+from tests.support.reference import FILE, NOT_DESCRIBED, build, commands, docstrings, reference
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -102,26 +102,37 @@ def routes() -> set[tuple[str, str]]:
 
 
 @pytest.mark.promise(32)
-def test_every_route_is_in_the_readme_and_no_other() -> None:
-    named = set(re.findall(r"\b(GET|POST|PUT|DELETE|PATCH) (/[\w/{}]*)", TEXT["README.md"]))
+def test_every_route_is_in_the_reference() -> None:
+    rows = re.findall(r"^\| `(GET|POST|PUT|DELETE|PATCH) (\S+)` \|", TEXT["docs/reference.md"], re.MULTILINE)
     assert len(routes()) >= 8
-    assert named == routes()
+    assert len(rows) == len(set(rows))
+    assert set(rows) == routes() | NOT_DESCRIBED.keys()
 
 
-def command_names() -> list[tuple[str, ...]]:
-    return [path for path, _ in commands(typer.main.get_command(app))]
+def command_names() -> set[tuple[str, ...]]:
+    return {path for path, _ in commands(typer.main.get_command(app))}
 
 
 @pytest.mark.promise(32)
-def test_every_command_is_in_the_readme_and_no_other() -> None:
-    named: set[tuple[str, ...]] = set()
-    tops = {path[0] for path in command_names()}
-    flat = " ".join(TEXT["README.md"].split())
-    for top, rest in re.findall(r"redraft ([a-z][\w-]*)(?: ([a-z][\w|-]*))?", flat):
-        if top in tops:
-            groups = {path[0] for path in command_names() if len(path) > 1}
-            named |= {(top, name) for name in rest.split("|")} if top in groups else {(top,)}
-    assert named == set(command_names())
+def test_every_command_is_in_the_reference() -> None:
+    headings = re.findall(r"^### redraft (.+)$", TEXT["docs/reference.md"], re.MULTILINE)
+    assert len(headings) == len(set(headings))
+    assert {tuple(each.split()) for each in headings} == command_names()
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/quickstart.md", "docs/faq.md", "docs/pairs.md"])
+def test_documented_commands_exist(name: str) -> None:
+    """In the pages that a new user reads, every `redraft ...` is a command or a group of commands."""
+    known = command_names() | {path[:1] for path in command_names()}
+    groups = {path[0] for path in command_names() if len(path) == 2}
+    pattern = r"(?:`|^    (?:uv run )?)redraft (?!serves at)([a-z][\w-]*)(?: ([a-z][\w|-]*))?"
+    named = {
+        (top, second) if top in groups and second else (top,)
+        for top, rest in re.findall(pattern, TEXT[name], re.MULTILINE)
+        for second in rest.split("|")
+    }
+    assert len(named) >= 3
+    assert named - known == set()
 
 
 @pytest.mark.parametrize("name", TEXT)
@@ -146,9 +157,11 @@ def test_nothing_speaks_of_one_machine_s_folders(name: str) -> None:
     assert not re.findall(r"(?<![\w.])/(?:home|Users|root|work|tmp|mnt|opt|usr|var|private)/[\w.-]+", text)
 
 
-def test_the_way_of_a_failure_case_names_functions_that_exist() -> None:
-    rows = re.findall(r"^\| (\d+) \| `(\w+)` \| `([\w/]+\.py)` \|", TEXT["docs/structure.md"], re.MULTILINE)
-    assert [int(number) for number, *_ in rows] == list(range(1, 13)), "twelve at most, or it is no way to follow"
+@pytest.mark.parametrize(("heading", "steps"), [("A request's path", 8), ("A failure case's path", 12)])
+def test_documented_paths_name_existing_functions(heading: str, steps: int) -> None:
+    section = TEXT["docs/structure.md"].split(f"## {heading}\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (\d+) \| `(\w+)` \| `([\w/]+\.py)` \|", section, re.MULTILINE)
+    assert [int(number) for number, *_ in rows] == list(range(1, steps + 1))
     for _, function, file in rows:
         assert f"def {function}(" in (ROOT / "service" / file).read_text(encoding="utf-8"), (file, function)
 
