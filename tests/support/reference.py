@@ -43,7 +43,7 @@ ROUTES_HEAD = """\
 ## Routes
 
 Who may call: everybody ("public"), any key ("client"), or an operator's key ("operator"). As long as there is no key and the
-server listens on a loopback address, everybody is its operator ([access.md](access.md)). The fields of the bodies are in
+server listens on a loopback address, everybody is its operator ([operations.md](operations.md#keys-and-access)). The fields of the bodies are in
 `GET /openapi.json`.
 """
 
