@@ -106,6 +106,18 @@ def json_grammar(schema: Mapping[str, Any], field: str) -> Grammar:
     return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema), field)
 
 
+def past_arguments(given: str | dict[str, Any] | None) -> object:
+    """The arguments of a past call as templates take them: the JSON object, an empty one where there are none, or the text that
+    is no object."""
+    if isinstance(given, dict):
+        return given
+    try:
+        value = json.loads(given or "{}")
+    except (ValueError, RecursionError):
+        return given
+    return value if isinstance(value, dict) else given
+
+
 def template_options(
     given: Mapping[str, Any] | None, effort: str | None, *, thinks: bool | None = None
 ) -> dict[str, Any]:

@@ -31,6 +31,8 @@ Effort = Annotated[Text, Field(min_length=1, max_length=16)]
 """Of reasoning."""
 Schema = dict[str, Any]
 """A JSON schema."""
+PastArguments = Text | dict[str, Any] | None
+"""Of a call that the assistant made before: JSON as text, which may be broken, or the object itself."""
 PLAIN_FORMAT = {"anyOf": [NEUTRAL, {"type": "object", "required": ["type"], "properties": {"type": {"const": "text"}}}]}
 """In the document: a format that leaves the answer free."""
 FREE_CALLS = {"anyOf": [NEUTRAL, {"enum": ["auto", "none"]}]}

@@ -2,7 +2,7 @@
 
 What is launched takes its memory at once and gives it back when the device has computed what needs it, and MLX lets some ten
 command buffers be under way (mlx/transforms.cpp, `eval_impl`). A prefill of 2,048 tokens took 2 to 11 GB so, by how far the
-host was ahead of the device (docs/measurements.md). So it is launched a few layers at a time, two such parts at most
+host was ahead of the device (docs/results/memory.md). So it is launched a few layers at a time, two such parts at most
 (`Strategy.part`).
 """
 

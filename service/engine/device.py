@@ -34,7 +34,7 @@ CACHE_BYTES, CACHE_SHARE = 4 * 2**30, 1 / 16
 a few hundred MiB; key and value buffers that have been outgrown fit nothing again."""
 CUDA_SHARE = 1 / 8
 """Of a CUDA device's own memory it may hold so much where that is more: there the buffers of every size of batch come again,
-and memory that was given back takes tens to hundreds of milliseconds to get again (docs/measurements.md)."""
+and memory that was given back takes tens to hundreds of milliseconds to get again (docs/results/accelerator.md)."""
 
 _AS_THEY_ARE: dict[mx.Dtype, type[np.generic]] = {mx.uint32: np.uint32, mx.float32: np.float32}
 """Types whose 32 bits are copied as they are."""

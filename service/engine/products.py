@@ -5,7 +5,7 @@ MLX on CUDA asks cuBLAS for an algorithm at every product of more than one token
 device. The kernel costs the host a third of that, multiplies with several matrices that read the same input at once (queries,
 keys and values; gate and up), and gives a token the same bits whatever else is in the call. Python pays as much again for it
 in every call, so that it is used in calls that are traced (`replay`). Weights of 4 bits it widens as it reads them, once for
-all tokens; a server with MLX's products of them was 2 to 9 times slower with 4 to 64 clients (docs/measurements.md). It adds
+all tokens; a server with MLX's products of them was 2 to 9 times slower with 4 to 64 clients (docs/results/serving.md). It adds
 the low-rank product of an adapter (`low_rank`) in the same launch: each block multiplies the input by the adapter's down matrix
 again, from the L2 cache, because one more launch would cost more.
 """
@@ -31,7 +31,7 @@ THREADS, WARPS = 256, 8
 """Of a block."""
 Tilings: TypeAlias = dict[int, tuple[tuple[int, int], ...]]
 """By how many tiles of 8 tokens a block multiplies: how many tiles of 8 outputs, fetched in how many stages, the fastest first
-(docs/measurements.md). Each is a kernel to be compiled."""
+(docs/results/accelerator.md). Each is a kernel to be compiled."""
 TILINGS: Tilings = {1: ((1, 4),), 2: ((2, 2),), 4: ((8, 2), (6, 2), (2, 2)), 6: ((8, 2), (4, 2)), 8: ((6, 2), (2, 2))}
 """Of unquantised weights. With more than 64 tokens cuBLAS is faster."""
 QUANTISED_TILINGS: Tilings = {1: ((4, 4),), 2: ((4, 4),), 4: ((4, 2), (2, 2)), 6: ((8, 2), (2, 2)), 8: ((8, 2), (2, 2))}

@@ -124,7 +124,7 @@ CUDA = Strategy(
     parked_prefill=False,
     prefill_padding=1.0,
     replay=True,
-    # By the peaks of prefills: those of 300 tokens had none, those of 600 had (docs/measurements.md, "What calls compute").
+    # By the peaks of prefills: those of 300 tokens had none, those of 600 had (docs/results/memory.md, "What calls compute").
     most_uncopied=300,
 )
 

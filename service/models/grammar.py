@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from service.core import AnswerGrammar, BadRequest, Grammar, GrammarKind, LibraryPanic, panics_as_errors
-from service.models.grammar_schemas import MAX_MERGES, all_schemas, merged_patterns, unenforced
+from service.models.grammar_schemas import MAX_MERGES, all_schemas, merged_patterns, readable, unenforced
 from service.models.tokens import TokenTable, steps, token_table
 
 MAX_CHARS = 2**20
@@ -231,13 +231,21 @@ def _multiples(grammar: str) -> float:
 
 def _compile(tokenizer: LLTokenizer, grammar: str, field: str) -> tuple[LLMatcher, tuple[str, ...]]:
     """A matcher, and the keywords of schemas that it does not enforce. Raises BadRequest."""
-    matcher = LLMatcher(tokenizer, grammar, limits=LIMITS, log_level=0)
+
+    def compiled(text: str) -> LLMatcher:
+        return LLMatcher(tokenizer, text, limits=LIMITS, log_level=0)
+
+    dropped: tuple[str, ...] = ()
+    matcher = compiled(grammar)
+    if matcher.is_error():
+        grammar, dropped = readable(grammar, lambda regex: compiled(grammar_from("regex", regex)).get_error())
+        matcher = compiled(grammar)
     for _ in range(MAX_MERGES):
         merged = merged_patterns(grammar, matcher.get_error()) if matcher.is_error() else None
         if merged is None:
             break
         grammar = merged
-        matcher = LLMatcher(tokenizer, grammar, limits=LIMITS, log_level=0)
+        matcher = compiled(grammar)
     tried = matcher.deep_copy()
     for _ in range(PROBED):
         if tried.is_error() or tried.is_stopped():
@@ -246,8 +254,16 @@ def _compile(tokenizer: LLTokenizer, grammar: str, field: str) -> tuple[LLMatche
         if len(allowed):
             tried.consume_token(int(allowed[len(allowed) // 2]))
     if tried.is_error():
-        raise BadRequest(f"it cannot be compiled: {tried.get_error().splitlines()[0]}", field=field)
-    return matcher, unenforced(grammar, matcher.get_grammar_warnings())
+        raise BadRequest(f"it cannot be compiled: {_reason(tried.get_error())}", field=field)
+    names = {*dropped, *unenforced(grammar, matcher.get_grammar_warnings())}
+    return matcher, tuple(sorted(names))
+
+
+def _reason(error: str) -> str:
+    """One line of what llguidance says. What is wrong with a regex comes last, behind lines that show the place."""
+    first, *others = error.splitlines()
+    said = next((line.removeprefix("error: ") for line in others if line.startswith("error: ")), "")
+    return f"{first} {said}" if said and first.endswith(":") else first
 
 
 class _Phase(Enum):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,8 +12,18 @@ _IN_LARK = re.compile(r"%json\s*")
 _UNKNOWN = re.compile(r"Unimplemented keys: (\[.*\])")
 _OVERLAP = re.compile(r"patternProperty regexes /(.*)/ are not disjoint", re.DOTALL)
 _COUNTS = ("minProperties", "maxProperties")
+_DIALECT = re.compile(r"http://json-schema\.org/draft-0\d/schema#?|https://json-schema\.org/draft/20\d\d-\d\d/schema#?")
+_LOOKS_AROUND = re.compile(r"look-?around|backreference")
+_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+"""Keywords whose values hold schemas by names, which are no keywords."""
+_VALUES = frozenset({"const", "default", "enum", "examples"})
+"""Keywords whose values are no schemas."""
+_INTEGERS = frozenset({"minLength", "maxLength", "minItems", "maxItems", *_COUNTS})
+_MAY_BE_NULL = frozenset({"const", "default"})
 MAX_MERGES = 64
 """Pairs of overlapping patterns of one grammar that are joined."""
+MAX_PATTERNS = 64
+"""Different patterns of one grammar that are tried one by one."""
 
 
 def all_schemas(grammar: str) -> Iterator[Mapping[str, Any]]:
@@ -78,24 +89,80 @@ def merged_patterns(grammar: str, error: str) -> str | None:
     return rewritten if changed else None
 
 
+def readable(grammar: str, refusal: Callable[[str], str]) -> tuple[str, tuple[str, ...]]:
+    """A grammar that llguidance reads, and the keywords whose patterns were dropped, in alphabetical order.
+
+    Its schemas have no keyword that is null, no dialect that llguidance does not know and no bound such as 2.0, which is an
+    integer in JSON schema. Patterns that look around or refer back are dropped, because no grammar can follow them.
+    refusal: why a regex does not compile, or "" where it does.
+    """
+    refused: dict[str, bool] = {}
+    names: set[str] = set()
+
+    def looks_around(pattern: object) -> bool:
+        if not isinstance(pattern, str) or (pattern not in refused and len(refused) >= MAX_PATTERNS):
+            return False
+        if pattern not in refused:
+            refused[pattern] = bool(_LOOKS_AROUND.search(refusal(pattern)))
+        return refused[pattern]
+
+    def change(schema: dict[str, Any]) -> None:
+        _drop_nulls(schema)
+        for bound in _INTEGERS & schema.keys():
+            if isinstance(schema[bound], float) and schema[bound].is_integer():
+                schema[bound] = int(schema[bound])
+        if isinstance(dialect := schema.get("$schema"), str) and not _DIALECT.fullmatch(dialect):
+            del schema["$schema"]
+        if looks_around(schema.get("pattern")):
+            del schema["pattern"]
+            names.add("pattern")
+        if not isinstance(patterns := schema.get("patternProperties"), dict):
+            return
+        known = cast("dict[str, Any]", patterns)
+        if dropped := [known.pop(pattern) for pattern in list(known) if looks_around(pattern)]:
+            names.add("patternProperties")
+            if schema.get("additionalProperties") is False:
+                schema["additionalProperties"] = {"anyOf": dropped}
+
+    return _rewritten(grammar, change), tuple(sorted(names))
+
+
+def without_nulls(schema: object) -> Any:
+    """A schema without keywords that are null, as programs write those that they do not set."""
+    copied = copy.deepcopy(schema)
+    _change_schemas(copied, _drop_nulls)
+    return copied
+
+
+def _drop_nulls(schema: dict[str, Any]) -> None:
+    for name in [name for name, value in schema.items() if value is None and name not in _MAY_BE_NULL]:
+        del schema[name]
+
+
 def _rewritten(grammar: str, change: Callable[[dict[str, Any]], None]) -> str:
-    """The grammar with every JSON object of its schemas changed in place."""
+    """The grammar with each of its schemas changed in place."""
     parts, end = list[str](), 0
     for start, stop, document in _documents(grammar):
-        left: list[object] = [document]
-        while left:
-            match left.pop():
-                case dict() as found:
-                    items = cast("dict[str, Any]", found)
-                    change(items)
-                    left += items.values()
-                case list() as found:
-                    left += cast("list[object]", found)
-                case _:
-                    pass
+        _change_schemas(document, change)
         parts += [grammar[end:start], json.dumps(document)]
         end = stop
     return "".join([*parts, grammar[end:]])
+
+
+def _change_schemas(document: object, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change a schema and those within it in place, each before its own parts."""
+    left: list[tuple[object, bool]] = [(document, True)]
+    while left:
+        node, is_schema = left.pop()
+        if isinstance(node, list):
+            left += [(each, is_schema) for each in cast("list[object]", node)]
+        elif isinstance(node, dict):
+            items = cast("dict[str, Any]", node)
+            if is_schema:
+                change(items)
+                left += [(value, name not in _BY_NAME) for name, value in items.items() if name not in _VALUES]
+            else:
+                left += [(value, True) for value in items.values()]
 
 
 def _documents(grammar: str) -> Iterator[tuple[int, int, object]]:

@@ -130,7 +130,7 @@ def _is_model(folder: Path) -> bool:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return file.is_file() or file.is_symlink()
-    return isinstance(config, dict) and "model_type" in config
+    return not isinstance(config, dict) or "model_type" in config
 
 
 def _folders(parent: Path) -> list[Path]:

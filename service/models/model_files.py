@@ -41,12 +41,15 @@ _BITS = {
 
 def check_files(folder: Path) -> None:
     """Raises ModelError, which names the file and says what is wrong, where a file of a model is missing, empty, cut off, no
-    more than a Git LFS pointer, or a link to nothing."""
+    more than a Git LFS pointer, a link to nothing, or a configuration that is no JSON object."""
     for _ in stored_tensors(folder):
         pass
     tokenizers = _named(folder, _TOKENIZERS)
-    for path in (*_named(folder, _CONFIGURATIONS), *tokenizers):
+    configurations = _named(folder, _CONFIGURATIONS)
+    for path in (*configurations, *tokenizers):
         _beginning(path)
+    for path in configurations:
+        _check_configuration(path)
     if not tokenizers:
         raise ModelError(f"{folder} holds no tokenizer (tokenizer.json)")
 
@@ -109,6 +112,16 @@ def _beginning(path: Path) -> tuple[bytes, int]:
     if first.startswith(_POINTER):
         raise ModelError(f"{path} is a Git LFS pointer, not the file itself: `git lfs pull` fetches it")
     return first, size
+
+
+def _check_configuration(path: Path) -> None:
+    """Raises ModelError where the file holds no JSON object."""
+    try:
+        content = cast("object", json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} is no JSON object")
 
 
 def _header(path: Path) -> list[Mapping[str, Any]]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from service.models.grammar_schemas import without_nulls
 from service.models.parameter_schemas import parameter_schema, parameters_of, read_value
 
 ALIASES: Mapping[str, Sequence[str]] = {
@@ -70,7 +71,7 @@ class TaggedCalls:
 def parameters_by_name(tools: Any, name: str) -> object:
     """The schema of a tool's parameters; None: there is no such tool."""
     functions = (tool["function"] for tool in tools or ())
-    return next((function.get("parameters") or {} for function in functions if function["name"] == name), None)
+    return next((without_nulls(each.get("parameters") or {}) for each in functions if each["name"] == name), None)
 
 
 def read_loosely(text: str, key: str, document: object) -> Any:

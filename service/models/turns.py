@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+from service.models.grammar_schemas import without_nulls
+
 Turn = dict[str, Any]
 """`role`, `content` as text, and what else chat templates read."""
 
@@ -49,13 +51,13 @@ def named_results(chat: Conversation) -> Conversation:
 
 
 def described_tools(chat: Conversation) -> Conversation:
-    """Functions with a description and parameters, which may be empty."""
+    """Functions with a description and parameters, which may be empty, and have no keyword that is null."""
     tools = [{**tool, "function": _described(tool["function"])} for tool in chat.tools]
     return replace(chat, tools=tools)
 
 
 def _described(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    given = function.get("parameters") or {}
+    given = without_nulls(function.get("parameters") or {})
     parameters = {"type": "object", "properties": {}, "required": [], **given}
     return {"description": "", **function, "parameters": parameters}
 

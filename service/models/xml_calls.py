@@ -11,6 +11,7 @@ from typing import Any
 
 from service.core import BadRequest
 from service.models.call_syntax import ToolParser
+from service.models.grammar_schemas import without_nulls
 from service.models.parameter_schemas import (
     ANNOTATIONS,
     Schema,
@@ -84,7 +85,8 @@ class XmlCalls:
             function = tool["function"]
             name = function["name"]
             try:
-                document = (function.get("parameters") or {}) if name in bound else {"additionalProperties": True}
+                bare = {"additionalProperties": True}
+                document = without_nulls(function.get("parameters") or {}) if name in bound else bare
                 rules += _Call(self, f"call_{i}", name, document, style, forbidden).rules()
             except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
                 reason = (

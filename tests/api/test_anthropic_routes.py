@@ -102,6 +102,12 @@ def test_turns_of_every_kind(server: EchoServer, http: httpx.Client) -> None:
     assert tools == [{"type": "function", "function": function}]
 
 
+@pytest.mark.parametrize("more", [{}, {"input_schema": None}])
+def test_a_tool_without_a_schema(server: EchoServer, http: httpx.Client, more: dict[str, object]) -> None:
+    assert http.post(MESSAGES, json=body("a", tools=[{"name": "now", **more}])).status_code == 200
+    assert server.encoder.chats[-1][1] == [{"type": "function", "function": {"name": "now"}}]
+
+
 def test_neighbouring_messages_of_one_role_are_one(server: EchoServer, http: httpx.Client) -> None:
     call = {"type": "tool_use", "id": "c1", "name": "now", "input": {}}
     messages: list[dict[str, object]] = [

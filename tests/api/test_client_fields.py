@@ -260,7 +260,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": [1, "a"]}, "prompt.1 must be a whole number"),
     (COMPLETIONS, {"prompt": [[1], ["a"]]}, "prompt.1.0 must be a whole number"),
     (RESPONSES, {"input": [5]}, "input.0 must be an object"),
-    (RESPONSES, {"input": [{"type": "function_call", "call_id": "c", "name": "n"}]}, "input.0.arguments is missing"),
+    (RESPONSES, {"input": [{"type": "function_call", "call_id": "c"}]}, "input.0.name is missing"),
     (MESSAGES, {"max_tokens": None}, "max_tokens must be a whole number"),
     (GENERATE, {"prompt": 5}, "prompt must be a string"),
 ]  # fmt: skip

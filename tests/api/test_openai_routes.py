@@ -18,6 +18,7 @@ from service.models.answer import AnswerReader
 from tests.support.echo_engine import LIMITS, Codepoints, EchoEngine, EchoServer
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGES = "/v1/messages"
 CALL = '<tool_call>{"name": "now", "arguments": {"zone": "é"}}</tool_call>'
 TOOL = {"type": "function", "function": {"name": "now", "description": "The time.", "parameters": {"type": "object"}}}
 STRICT = {"type": "function", "function": {"name": "then", "strict": True}}
@@ -243,8 +244,19 @@ def test_a_chat_stream_carries_the_same_as_the_json_answer(http: httpx.Client) -
         assert logprobs == whole["choices"][index]["logprobs"]["content"]
         assert "".join(each["token"] for each in logprobs) == text
         assert own[-1]["choices"][0]["finish_reason"] == whole["choices"][index]["finish_reason"] == "tool_calls"
-        assert own[-1]["timings"]["predicted_n"] == len(text)
     assert len({chunk["id"] for chunk in chunks}) == 1
+
+
+@pytest.mark.parametrize(("path", "body"), [(CHAT, {"messages": user("ab")}), (COMPLETIONS, {"prompt": "ab"})])
+def test_a_stream_says_once_what_it_has_used(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
+    """Open WebUI adds up `usage` and `timings` of all chunks, which have the same counts."""
+    stream = {**body, "n": 2, "stream": True}
+    with_usage = data_of(http.post(path, json={**stream, "stream_options": {"include_usage": True}}))[:-1]
+    (last,) = [chunk for chunk in with_usage if "timings" in chunk or "usage" in chunk]
+    assert last["choices"] == [] and last["timings"]["predicted_n"] == last["usage"]["completion_tokens"] == 4
+    without = [chunk for chunk in data_of(http.post(path, json=stream))[:-1] if "timings" in chunk]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in without] == ["stop"] * 2
+    assert [chunk["timings"]["predicted_n"] for chunk in without] == [2] * 2
 
 
 def test_log_probabilities_come_with_the_likeliest_tokens(http: httpx.Client) -> None:
@@ -349,6 +361,40 @@ def test_a_tools_round_trip(server: EchoServer, http: httpx.Client) -> None:
     assert messages[2] == {"role": "tool", "content": "12:00", "tool_call_id": "c1"}
     assert http.post(CHAT, json={"messages": user("a"), "tools": [TOOL], "tool_choice": "none"}).status_code == 200
     assert server.encoder.chats[-1][1] == []
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ({"zone": "UTC"}, {"zone": "UTC"}),
+        ('{"zone": "UTC"}', {"zone": "UTC"}),
+        ('{"zone": "U', '{"zone": "U'),
+        ("[1]", "[1]"),
+        ("", {}),
+        (None, {}),
+        ([], {}),
+    ],
+    ids=str,
+)
+def test_arguments_of_past_calls(
+    server: EchoServer, http: httpx.Client, path: str, given: object, read: object
+) -> None:
+    """Clients send them back as they parsed them, as text that was cut, and not at all."""
+    call = {"type": "function", "id": "c1", "function": {"name": "now", "arguments": given}}
+    block = {"type": "tool_use", "id": "c1", "name": "now", "input": given}
+    item = {"type": "function_call", "call_id": "c1", "name": "now", "arguments": given}
+    asked: dict[str, dict[str, Any]] = {
+        CHAT: {"messages": [*user("when?"), {"role": "assistant", "tool_calls": [call]}, *user("a")]},
+        RESPONSES: {"input": [*user("when?"), item, *user("a")]},
+        MESSAGES: {
+            "messages": [*user("when?"), {"role": "assistant", "content": [block]}, *user("a")],
+            "max_tokens": 9,
+        },
+    }
+    assert http.post(path, json=asked[path]).status_code == 200
+    function = {"name": "now", "arguments": read}
+    assert server.encoder.chats[-1][0][1]["tool_calls"] == [{"id": "c1", "type": "function", "function": function}]
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])

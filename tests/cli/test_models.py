@@ -197,17 +197,18 @@ def test_doctor_says_which_draft_it_would_be(tmp_path: Path, hub: Path, redraft:
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 
 
-@pytest.mark.parametrize("kind", ["pointer", "configuration", "link"])
+@pytest.mark.parametrize("kind", ["pointer", "configuration", "list", "link"])
 def test_a_damaged_model_hides_no_other(kind: str, tmp_path: Path, hub: Path, redraft: Run) -> None:
     target, damaged = write_pair(tmp_path / "pair")
     cache_model(hub, "org/good", target)
-    spoilt = damaged / ("config.json" if kind == "configuration" else "model.safetensors")
-    spoilt.write_text(POINTER)
+    spoilt = damaged / ("config.json" if kind in ("configuration", "list") else "model.safetensors")
+    spoilt.write_text("[]" if kind == "list" else POINTER)
     snapshot = cache_model(hub, "org/damaged", damaged)
     file = snapshot / spoilt.name
     if kind == "link":
         file.resolve().unlink()
-    says = f"{file} is a " + ("link to a file that is not there" if kind == "link" else "Git LFS pointer")
+    what = {"link": "a link to a file that is not there", "list": "no JSON object"}
+    says = f"{file} is {what.get(kind, 'a Git LFS pointer')}"
     out = tmp_path / "models.json"
     listed = redraft("models", "list", "--json", out)
     assert rows(listed)["org/good"][2] == mib(bytes_in_memory(target, widen=mx.default_device().type == mx.cpu))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -270,6 +271,11 @@ UNENFORCED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"type": "object", "unevaluatedProperties": False}, ("unevaluatedProperties",)),
     ({"if": {"type": "string"}, "then": {"minLength": 2}}, ("if", "then")),
     ({"type": "object", "properties": {"a": {}}, "maxProperties": 3}, ("maxProperties",)),
+    ({"type": "string", "pattern": "^(?!-)a", "minLength": 1}, ("pattern",)),
+    ({"type": "string", "pattern": r"\bword\b"}, ("pattern",)),
+    ({"type": "string", "pattern": r"(a|b)\1", "not": {"const": "aa"}}, ("not", "pattern")),
+    ({"type": "object", "patternProperties": {"^(?!x)": {"type": "string"}}}, ("patternProperties",)),
+    ({"type": "object", "properties": {"pattern": {"const": {"pattern": "(?=a)"}}}}, ()),
     ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, ("oneOf",)),
     ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, ()),
     (PERSON, ()),
@@ -285,6 +291,64 @@ def test_what_is_not_enforced_is_named(grammars: Grammars, schema: dict[str, Any
     assert constraint.unenforced == names == constraint.copy().unenforced
     lark = f'start: "letters of no schema: %json {{ " %json {json.dumps({**schema, "x-guidance": grammar_module.JSON_STYLE})}'
     assert grammars.constraint(lark_grammar(lark)).unenforced == names
+
+
+def test_what_else_a_schema_says_holds_without_its_pattern(encoder: TextEncoder, grammars: Grammars) -> None:
+    patterns = {"^(?!x)": {"type": "string"}, "^y": {"type": "integer"}}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "string", "pattern": "^(?=b)", "maxLength": 3}},
+        "patternProperties": {"^b": {"type": "object", "patternProperties": patterns, "additionalProperties": False}},
+        "additionalProperties": False,
+    }
+    constraint = grammars.constraint(json_grammar(schema))
+    assert constraint.unenforced == ("pattern", "patternProperties")
+    for text in ('{"a": "xyz"}', '{"b": {"c": "d", "y": 5}}'):
+        assert follow(constraint, encoder.encode_text(text)), text
+    for text in ('{"a": "wxyz"', '{"c"', '{"b": {"c": 5', '{"b": {"y": "d"'):
+        assert not follow(constraint, encoder.encode_text(text)), text
+
+
+NULLS: list[tuple[dict[str, Any], str, str]] = [
+    ({"type": "object", "properties": None, "required": None}, '{"a": 5}', "["),
+    (
+        {"type": "object", "properties": {"a": {"type": "string", "enum": None, "pattern": None}}},
+        '{"a": "b"}',
+        '{"a": 5',
+    ),
+    ({"type": "array", "items": None, "maxItems": None}, "[5]", "{"),
+    ({"enum": [None, {"required": None}], "title": None, "items": None}, '{"required": null}', "{}"),
+    ({"properties": {"default": {"type": "string", "pattern": None}}}, '{"default": "a"}', '{"default": 5'),
+    ({"const": None, "format": None, "type": None}, "null", '"'),
+    ({"type": "string", "$schema": "https://json-schema.org/draft-07/schema#"}, '"a"', "5"),
+    ({"type": "string", "$schema": "http://json-schema.org/schema#"}, '"a"', "5"),
+    ({"type": "string", "minLength": 2.0, "maxLength": 3.0}, '"ab"', '"a"'),
+    ({"type": "array", "items": {"type": "integer"}, "minItems": 2.0}, "[1, 2]", "[1]"),
+]
+
+
+@pytest.mark.parametrize(("schema", "valid", "invalid"), NULLS, ids=[json.dumps(schema) for schema, _, _ in NULLS])
+def test_schemas_are_read_as_other_programs_write_them(
+    encoder: TextEncoder, grammars: Grammars, schema: dict[str, Any], valid: str, invalid: str
+) -> None:
+    for wanted in (json_grammar(schema), lark_grammar(f"start: %json {json.dumps(schema)}")):
+        constraint = grammars.constraint(wanted)
+        assert follow(constraint, encoder.encode_text(valid))
+        assert not follow(constraint, encoder.encode_text(invalid))
+        assert constraint.unenforced == ()
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"type": "string", "pattern": "[a"}, "regex parse error: unclosed character class"),
+        ({"type": "string", "pattern": "a{3,2}"}, "invalid repetition count range"),
+        ({"type": "nothing"}, "Invalid type: nothing"),
+    ],
+)
+def test_the_reason_is_whole_where_nothing_compiles(grammars: Grammars, schema: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BadRequest, match=re.escape(reason)):
+        grammars.constraint(json_grammar(schema))
 
 
 A_STRING, SHORT, AN_INTEGER = {"type": "string"}, {"type": "string", "maxLength": 3}, {"type": "integer"}

@@ -92,6 +92,22 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / "config.json").write_text(POINTER),
         "config.json is a Git LFS",
     ),
+    "a configuration is cut": (
+        lambda folder: (folder / "config.json").write_text('{"model_type": '),
+        "config.json cannot be read as JSON: Expecting value",
+    ),
+    "a list for a configuration": (
+        lambda folder: (folder / "config.json").write_text("[]"),
+        "/config.json is no JSON object",
+    ),
+    "a configuration of the tokenizer is none": (
+        lambda folder: (folder / "tokenizer_config.json").write_text("null"),
+        "tokenizer_config.json is no JSON object",
+    ),
+    "a configuration in another encoding": (
+        lambda folder: (folder / "special_tokens_map.json").write_bytes(b"\xff\xfe{}"),
+        "special_tokens_map.json cannot be read as JSON",
+    ),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), r"holds no tokenizer \(tokenizer.json\)"),
 }
 

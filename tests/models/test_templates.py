@@ -184,13 +184,22 @@ def test_the_reason_is_that_of_the_chat_as_it_came() -> None:
             encoder_of(broken).encode_chat([USER])
 
 
-@pytest.mark.parametrize("parameters", [None, {}, {"type": "object"}, {"type": "object", "properties": {"a": {}}}])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        None,
+        {},
+        {"type": "object"},
+        {"type": "object", "properties": None, "required": None},
+        {"type": "object", "properties": {"a": {}}},
+    ],
+)
 def test_functions_without_parameters_or_description(parameters: object) -> None:
     function: dict[str, object] = {"name": "f"}
     if parameters is not None:
         function["parameters"] = parameters
     tools = [{"type": "function", "function": function}]
-    names = "a," if isinstance(parameters, dict) and "properties" in parameters else ""
+    names = "a," if isinstance(parameters, dict) and parameters.get("properties") else ""
     assert rendered(encoder_of(FUNCTIONS), [USER], tools) == f"f: {names}[user]x[assistant]"
 
 

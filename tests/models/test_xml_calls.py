@@ -248,7 +248,15 @@ def test_parameters_come_in_order_and_only_optional_ones_are_left_out(encoder: T
         assert follows(encoder, constraint, text_of(arguments)) == good, arguments
 
 
-@pytest.mark.parametrize("parameters", [None, {"type": "object"}, {"type": "object", "properties": {}}])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        None,
+        {"type": "object"},
+        {"type": "object", "properties": {}},
+        {"type": None, "properties": None, "required": None, "additionalProperties": None, "anyOf": None},
+    ],
+)
 def test_a_function_without_parameters(encoder: TextEncoder, parameters: dict[str, Any] | None) -> None:
     one: dict[str, Any] = {"type": "function", "function": {"name": "act"}}
     if parameters is not None:

@@ -28,6 +28,8 @@ def holders(secrets: Callable[[], tuple[Sequence[Sequence[int]], Sequence[str]]]
         raw = _bytes(thing)
         return raw is not None and any(each in raw for each in needles)
 
+    # What was frozen after the tests were collected is searched too.
+    gc.unfreeze()
     gc.collect()
     gc.disable()
     try:

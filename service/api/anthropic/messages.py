@@ -42,6 +42,7 @@ from service.api.compatible import (
     ignored_by,
     json_grammar,
     model_of,
+    past_arguments,
     respond,
     sampling,
 )
@@ -208,7 +209,7 @@ def _turns(role: str, blocks: Iterable[Block]) -> list[Mapping[str, object]]:
                 content = _text(block.content or "")
                 results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
             case ToolUseBlock():
-                function = {"name": block.name, "arguments": block.input}
+                function = {"name": block.name, "arguments": past_arguments(block.input)}
                 calls.append({"id": block.id, "type": "function", "function": function})
             case ThinkingBlock():
                 thoughts.append(block.thinking)
@@ -223,7 +224,9 @@ def _turns(role: str, blocks: Iterable[Block]) -> list[Mapping[str, object]]:
 
 
 def _tool(tool: Tool) -> dict[str, object]:
-    function: dict[str, object] = {"name": tool.name, "parameters": tool.input_schema}
+    function: dict[str, object] = {"name": tool.name}
+    if tool.input_schema is not None:
+        function["parameters"] = tool.input_schema
     if tool.description is not None:
         function["description"] = tool.description
     return {"type": "function", "function": function}

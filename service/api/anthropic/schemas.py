@@ -14,6 +14,7 @@ from service.api.parameters import (
     MAX_TOOLS,
     Effort,
     Name,
+    PastArguments,
     Schema,
     Temperature,
     TopP,
@@ -48,7 +49,7 @@ class ToolUseBlock(ClientModel):
     type: Literal["tool_use"]
     id: Text
     name: Name
-    input: dict[str, Any]
+    input: PastArguments = None
     cache_control: Ignored = None
     caller: Ignored = None
     toolset_name: Unserved = None
@@ -111,12 +112,12 @@ Message = Annotated[UserTurn | AssistantTurn | SystemTurn, Field(discriminator="
 
 
 class Tool(ClientModel):
-    """A tool of the client's. input_schema: a JSON schema."""
+    """A tool of the client's. input_schema: a JSON schema; without one it takes no parameters."""
 
     type: Literal["custom"] | None = None
     name: Name
     description: Text | None = None
-    input_schema: Schema
+    input_schema: Schema | None = None
     strict: Flag | None = None
     cache_control: Ignored = None
     eager_input_streaming: Ignored = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from service.api.compatible import (
     ignored_by,
     json_grammar,
     model_of,
+    past_arguments,
     respond,
     sampling,
     template_options,
@@ -268,7 +268,7 @@ def template_turn(turn: Message) -> dict[str, object]:
 
 
 def _past_call(call: ToolCallTurn) -> dict[str, object]:
-    function = {"name": call.function.name, "arguments": arguments_of(call.function.arguments)}
+    function = {"name": call.function.name, "arguments": past_arguments(call.function.arguments)}
     return {"id": call.id, "type": "function", "function": function}
 
 
@@ -277,15 +277,6 @@ def joined(content: Content | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(part.text for part in content)
-
-
-def arguments_of(text: str) -> object:
-    """A call's arguments as templates take them: the JSON object, an empty one for "", or the text where it is none."""
-    try:
-        value = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, dict) else text
 
 
 def _tool(tool: Tool) -> dict[str, object]:
@@ -370,8 +361,10 @@ class _Writer:
                 for frame in self._part(part):
                     yield frame
             if self._usage:
-                usage = UsageAnswer.of(combined_timings(self.answers, len(self.answers)))
-                yield server_sent(self._chunk([]).model_copy(update={"usage": usage}))
+                spent, last = combined_timings(self.answers, len(self.answers)), self._chunk([])
+                last.usage = UsageAnswer.of(spent)
+                last.timings = TimingsAnswer.of(spent, draft_counts=self.exchange.draft_counts)
+                yield server_sent(last)
             yield DONE
         except RedraftError as error:
             yield server_sent(describe(error))
@@ -423,7 +416,9 @@ class _Writer:
         choice = ChunkChoice(index=index, delta=ChunkDelta(), finish_reason=answer.reason.value)
         chunk = self._with_usage(self._chunk([choice]), index)
         counts = self.exchange.draft_counts
-        chunk.timings = TimingsAnswer.of(answer.timings, draft_counts=counts)
+        if not self._usage:
+            # Clients that add up what a stream says (Open WebUI) take both for usage: they come in one chunk.
+            chunk.timings = TimingsAnswer.of(answer.timings, draft_counts=counts)
         chunk.metrics = MetricsAnswer.of(answer.timings, draft_counts=counts)
         if self._prompt_logprobs is not None and index == 0:
             chunk.prompt_logprobs = prompt_tokens(self._encoder, answer, self._prompt_logprobs)

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from pydantic import TypeAdapter, ValidationError
 
+from service.api.compatible import past_arguments
 from service.api.errors import ItemNotFound, ResponseNotFound
-from service.api.openai.chat import arguments_of
 from service.api.openai.responses_schemas import (
     FunctionCallItem,
     FunctionCallOutputItem,
@@ -95,7 +95,7 @@ def turns_of(instructions: str | None, items: Iterable[ServedItem]) -> list[dict
             case ReasoningItem():
                 own["reasoning_content"] = "".join(part.text for part in item.content or ())
             case FunctionCallItem():
-                function = {"name": item.name, "arguments": arguments_of(item.arguments)}
+                function = {"name": item.name, "arguments": past_arguments(item.arguments)}
                 calls = own.setdefault("tool_calls", [])
                 assert isinstance(calls, list)
                 calls.append({"id": item.call_id, "type": "function", "function": function})

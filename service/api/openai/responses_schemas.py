@@ -19,6 +19,7 @@ from service.api.parameters import (
     Effort,
     MinP,
     Name,
+    PastArguments,
     Schema,
     Seed,
     Temperature,
@@ -70,7 +71,7 @@ class FunctionCallItem(InputItem):
     type: Literal["function_call"]
     call_id: Text
     name: Name
-    arguments: Text
+    arguments: PastArguments = None
     namespace: Unserved = None
     caller: Unserved = None
 

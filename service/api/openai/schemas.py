@@ -20,6 +20,7 @@ from service.api.parameters import (
     MinP,
     Name,
     OptionalStops,
+    PastArguments,
     Schema,
     Seed,
     Temperature,
@@ -85,10 +86,10 @@ Content = Text | list[Part]
 
 
 class FunctionCall(ClientModel):
-    """A call that the assistant made. arguments: JSON."""
+    """A call that the assistant made."""
 
     name: Name
-    arguments: Text
+    arguments: PastArguments = None
 
 
 class ToolCallTurn(ClientModel):
