@@ -1,7 +1,7 @@
 """Quantised linear layers with a LoRA adapter beside their weights.
 
 The weights keep their bits: added to them, an adapter would be rounded away at four bits, or would need two to four times the
-bytes (docs/decisions.md, "An adapter of a quantised draft stays beside its weights").
+bytes (docs/decisions/engine.md, "An adapter is added to unquantised weights and kept next to quantised ones").
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ RECOUNT = 1.0
 takes 0.25 ms, and while memory is short it would be done for all that wait before every round."""
 GATHERED = 1 / 4
 """Prompts gather until they are this share of the requests that run. A prefill holds up all that run, for a time that hardly
-depends on how many prompts it is for; while prompts wait, rows are empty (docs/decisions.md)."""
+depends on how many prompts it is for; while prompts wait, rows are empty (docs/decisions/engine.md)."""
 
 
 class Scheduler:

@@ -54,7 +54,7 @@ class EagleDrafter(ModelDrafter):
     @property
     def rereads(self) -> bool:
         """See ModelDrafter: the target's features are there now, for which its own hidden states stood in. Not where the first
-        step of a round feeds as many tokens of every row (docs/decisions.md)."""
+        step of a round feeds as many tokens of every row (docs/decisions/engine.md)."""
         return not self._feeds_alike
 
     @property

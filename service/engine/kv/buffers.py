@@ -2,8 +2,8 @@
 rows have `pages` instead.
 
 The batch's rows are in the first slots, a row's positions are the first of its slot; the rest is spare. Only rows that move are
-copied (why: docs/decisions.md, "Rows come and go in place"). MLX writes in place only while nothing else refers to an array;
-otherwise it copies the array, which costs time and changes no result.
+copied (why: docs/decisions/engine.md, "Batches on a CPU and Metal grow and shrink in place"). MLX writes in place only while
+nothing else refers to an array; otherwise it copies the array, which costs time and changes no result.
 """
 
 from __future__ import annotations
