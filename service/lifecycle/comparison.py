@@ -23,7 +23,7 @@ from service.lifecycle import sign_flips
 MIN_CONVERSATIONS = 5
 """Fewer conversations than this give no usable interval."""
 FEW = 20
-"""Effective number of conversations below which a bootstrap alone is too short (docs/measurements.md has the coverage)."""
+"""Effective number of conversations below which a bootstrap alone is too short (docs/results/gate.md has the coverage)."""
 TAIL = 0.05
 """What lies beyond either end of a two-sided 90 % interval."""
 SHORTFALL = 0.05
