@@ -1,5 +1,5 @@
 # Serves: docker build --build-arg BACKEND=cuda13 --tag redraft . (or cuda12; cpu by default). It listens on all addresses of its container, on
-# port 8321, and so needs a key (docs/access.md): docker run --publish 8321:8321 --env REDRAFT_API_KEY=... redraft. Models, database and
+# port 8321, and so needs a key (docs/operations.md): docker run --publish 8321:8321 --env REDRAFT_API_KEY=... redraft. Models, database and
 # adapters are in the volume /data.
 FROM python:3.11.14-slim-bookworm AS build
 RUN pip install --no-cache-dir uv==0.13.9

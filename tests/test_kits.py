@@ -116,7 +116,7 @@ def test_every_alert_is_tested_for_being_raised_and_for_its_end() -> None:
 
 
 def test_every_alert_is_in_the_documentation() -> None:
-    text = (CONFIGS.parent / "docs" / "deployment.md").read_text()
+    text = (CONFIGS.parent / "docs" / "operations.md").read_text()
     rows = re.findall(r"^\| `(Redraft\w+)` \| .* \| (\d+) min \|$", text, re.MULTILINE)
     assert rows == [(rule["alert"], rule["for"].removesuffix("m")) for rule in ALERTS]
 

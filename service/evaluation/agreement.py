@@ -1,6 +1,6 @@
 """`redraft eval agreement`: how well a draft predicts the target's greedy text.
 
-Agreement, acceptance length and overlap are three different figures; docs/learning.md defines them.
+Agreement, acceptance length and overlap are three different figures; docs/results/learning.md defines them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The result of `redraft eval stream`: figures by part and arm, as a table and as JSON. docs/learning.md defines them."""
+"""The result of `redraft eval stream`: figures by part and arm, as a table and as JSON (terms: docs/results/learning.md)."""
 
 from __future__ import annotations
 

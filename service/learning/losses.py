@@ -37,7 +37,7 @@ def forward_kl(logp: mx.array, logq: mx.array) -> mx.array:
 
 
 def jensen_shannon(logp: mx.array, logq: mx.array) -> mx.array:
-    """The mean of KL(p || m) and KL(q || m), m the mean of p and q: what a run minimises (docs/learning.md has the tables)."""
+    """Mean of KL(p || m) and KL(q || m), m the mean of p and q: the loss of a run (measured: docs/results/learning.md)."""
     logp, logq = mx.maximum(logp, _NO_LOGPROB), mx.maximum(logq, _NO_LOGPROB)
     middle = mx.logaddexp(logp, logq) - math.log(2.0)
     return 0.5 * (forward_kl(logp, middle) + forward_kl(logq, middle))

@@ -15,7 +15,7 @@ from tests.support.nginx import NGINX, nginx
 from tests.support.tiny_server import generate, in_process_server, write_pair
 from tests.support.waiting import until
 
-ACCESS = Path(__file__).resolve().parents[2] / "docs" / "access.md"
+ACCESS = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
 FORWARDING = (
     "proxy_set_header Host $host; proxy_set_header X-Real-IP $remote_addr; proxy_set_header X-Forwarded-Proto $scheme; "
     "proxy_set_header X-Forwarded-For $proxy_add_x_forwarded_for;"
@@ -54,7 +54,7 @@ def codes(address: str, headers: Mapping[str, str]) -> dict[tuple[str, str], int
 
 
 def documented() -> dict[str, list[str]]:
-    """The table of docs/access.md: who -> a cell for each way."""
+    """The table of docs/operations.md: who -> a cell for each way."""
     lines = ACCESS.read_text(encoding="utf-8").partition("| without keys, routes of |")[2].splitlines()[2:]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[: lines.index("")]]
     return {row[0].partition(":")[0]: row[1:] for row in rows}

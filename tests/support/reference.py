@@ -42,9 +42,8 @@ comes from.
 ROUTES_HEAD = """\
 ## Routes
 
-Who may call: everybody ("public"), any key ("client"), or an operator's key ("operator"). As long as there is no key and the
-server listens on a loopback address, everybody is its operator ([access.md](access.md)). The fields of the bodies are in
-`GET /openapi.json`.
+Who may call: every client without a key ("public"), any key ("client"), or an operator's key ("operator"). What a server
+without keys allows: [operations.md](operations.md#without-keys). The fields of the bodies are in `GET /openapi.json`.
 """
 
 COMMANDS = """\
