@@ -189,7 +189,7 @@ def _routed(
     if call is not None:
         on_cpu = mx.default_device().type == mx.cpu
         if on_cpu and queries.shape[2] <= FEW:
-            # Where tests run: the same calls, without the kernel.
+            # Tests on a CPU run the same calls without the kernel.
             return masked_attention(queries, call, scale=scale, sinks=sinks)
         if not on_cpu and fits(queries, call):
             return row_attention(queries, call, scale=scale, sinks=sinks)
@@ -201,10 +201,10 @@ def _routed(
 
 
 def route(model: nn.Module) -> bool:
-    """Let a model's attention over a few tokens a row go through `row_attention` where the cache's layer has a method
-    `row_call`. False where the model has attention of its own. Other models of the family are routed with it, which changes
-    nothing for other caches."""
-    # Going through all modules takes milliseconds, and the cache of every request asks.
+    """Route a model's attention over few tokens per row through `row_attention` if the cache's layer has a method `row_call`.
+    Returns False if the model has a custom attention. Other models of the same family are routed as well, which has no effect
+    with other caches."""
+    # Cached, because visiting all modules takes milliseconds and every request's cache asks.
     known = cast("bool | None", getattr(model, _ROUTED, None))
     if known is not None:
         return known
