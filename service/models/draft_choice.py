@@ -199,7 +199,7 @@ def find_draft(target: str, folder: Path, home: Path, say: OnStep) -> Path | Non
             found = resolve(choice.name, home, on_step=say)
             check_fit(folder, found)
         except ModelError as error:
-            say(f"the draft {choice.name} ({choice.why}) is not used: {error}")
+            say(f"the draft {choice.name} ({choice.why}) is left out: {error}")
         else:
             say(f"draft: {choice.name}, {choice.why} (--draft chooses another, --draft none leaves it out)")
             return found
