@@ -211,7 +211,7 @@ def _from_hub(name: str, revision: str | None, say: OnStep) -> Path:
         at = f" at {revision}" if revision else ""
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
-            f"{name}{at} cannot be fetched from the hub ({reason}): "
+            f"{name}{at} cannot be had from the hub ({reason}): "
             "check the name and the connection, or pass a local folder"
         ) from error
 

@@ -1,6 +1,6 @@
 """Describes this machine for `redraft doctor`: versions, device, speed, memory, problems.
 
-Imports no MLX: a child process does, so that a missing or broken back end is reported instead of a crash.
+Does not import MLX. A child process does, so that a missing or broken back end is reported instead of causing a crash.
 """
 
 from __future__ import annotations

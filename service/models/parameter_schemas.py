@@ -184,7 +184,7 @@ def parameters_of(document: object) -> Schema:
             break
         passed.add(reference)
         schema = {**resolve(reference, document), **found}
-    raise ValueError("their schema is not a schema")
+    raise ValueError("their schema is invalid")
 
 
 def parameter_schema(schema: Schema, name: str) -> object:

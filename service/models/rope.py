@@ -1,8 +1,8 @@
-"""Rotary position embeddings (RoPE) as config.json describes them, in the keys that mlx-lm reads.
+"""Rotary position embeddings (RoPE) as described in config.json, in the keys that mlx-lm reads.
 
-transformers 5 writes base and scaling inside `rope_parameters`, either flat or by type of layer. Most families of mlx-lm read
-`rope_theta`, `rope_scaling` and similar keys instead, and fall back to their defaults without a word. Imports the standard
-library only.
+transformers 5 writes base and scaling inside `rope_parameters`, either flat or by layer type. Most model families in mlx-lm
+read `rope_theta`, `rope_scaling` and similar keys instead, and silently fall back to their defaults. Imports only the standard
+library.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reduced draft vocabularies: a ranked list of token ids, stored with the draft's weights (FR-Spec, arXiv 2502.14856).
 
-The draft's head is cut to these ids and, for each row, its extra ids. No other token is proposed: that lowers acceptance and
-leaves the output unchanged.
+The draft's head is cut to these ids and, for each row, its extra ids. No other token is proposed, which lowers acceptance but
+does not change the output.
 """
 
 from __future__ import annotations

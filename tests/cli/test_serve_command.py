@@ -173,7 +173,7 @@ def test_the_hub_is_asked_for_what_is_not_here_and_nothing_is_fetched(tmp_path: 
     assert missing.startswith("no model org/missing: neither a folder nor on the hub")
     mine["HF_ENDPOINT"] = "http://127.0.0.1:1"
     unreachable = subprocess.run(words, env=others | mine, capture_output=True, text=True, check=True, timeout=120)
-    assert unreachable.stdout.startswith("org/there cannot be fetched from the hub (")
+    assert unreachable.stdout.startswith("org/there cannot be had from the hub (")
     assert not (tmp_path / "home").exists()
 
 

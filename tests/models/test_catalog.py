@@ -117,7 +117,7 @@ def test_a_download_that_breaks_off_is_one_sentence(tmp_path: Path, monkeypatch:
         raise Lost("the connection was lost\nat some place")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", broken)
-    with pytest.raises(ModelError, match=r"cannot be fetched from the hub \(the connection was lost\)"):
+    with pytest.raises(ModelError, match=r"cannot be had from the hub \(the connection was lost\)"):
         catalog.resolve("someone/model", tmp_path)
 
 

@@ -189,7 +189,7 @@ def test_a_draft_that_cannot_be_fetched_is_left_out(tmp_path: Path, make_model: 
     said: list[str] = []
     assert find_draft(str(target), target, tmp_path, said.append) is None
     assert said[0] == "fetching mlx-community/Qwen3-0.6B-4bit from the hub"
-    assert "is left out: mlx-community/Qwen3-0.6B-4bit cannot be fetched from the hub" in said[1]
+    assert "is left out: mlx-community/Qwen3-0.6B-4bit cannot be had from the hub" in said[1]
     assert (
         said[2]
         == f"no draft model for {target}: serving without one. To make one: redraft make-draft --target {target}"
