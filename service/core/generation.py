@@ -94,7 +94,8 @@ class Sampling:
 
 
 class AcceptRule(StrEnum):
-    """MATCH: shared-Gumbel coupling, of which greedy is the noiseless case. REJECTION: Leviathan et al. 2211.17192."""
+    """The accept rule of a row. MATCH: shared-Gumbel coupling, of which greedy is the noiseless case. REJECTION: rejection
+    sampling (Leviathan et al., arXiv 2211.17192)."""
 
     MATCH = "match"
     REJECTION = "rejection"

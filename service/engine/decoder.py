@@ -239,7 +239,7 @@ class Decoder:
             prefill.ensure_draft_cache(batch.drafter, batch.epoch)
             try:
                 more |= prefill_draft(batch.drafter, prefill, size=size, prefix=batch.prefix)
-            except Exception as error:  # noqa: BLE001  (whatever is wrong with a draft costs speed alone)
+            except Exception as error:  # noqa: BLE001  (a broken draft must only cost speed)
                 batch.disable_draft(error)
         if not more:
             for row in prefill.rows:

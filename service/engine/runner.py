@@ -201,7 +201,7 @@ class Runner:
                 logq = [] if proposal.logq is None else proposal.logq
                 device.launch(proposal.tokens, proposal.usable, logq, *self._unlaunched(drafter.cache))
             return proposal
-        except Exception as error:  # noqa: BLE001  (whatever is wrong with a draft costs speed alone)
+        except Exception as error:  # noqa: BLE001  (a broken draft must only cost speed)
             self._batch.disable_draft(error)
             return None
 

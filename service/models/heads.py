@@ -230,8 +230,8 @@ def extra_ids_allowed(head: CutHead | None, ids: mx.array | None) -> Generator[N
 
 @contextmanager
 def ids_allowed(model: nn.Module, tokens: NDArray[np.int32]) -> Generator[NDArray[np.bool_] | None]:
-    """Inside the block a cut head also gives the logits of all ids in `tokens` (...,), of the whole head where its rows cannot
-    be picked. Yields `CutHead.in_vocabulary`, (width,); None where the head is not cut."""
+    """Inside the block, a cut head also computes the logits of all ids in `tokens` (...,), or those of the whole head if its
+    rows cannot be picked. Yields `CutHead.in_vocabulary`, (width,); None if the head is not cut."""
     head = cut_head(model)
     if head is None or not head.takes_extra_ids:
         with full_head(model) as in_vocabulary:
@@ -242,9 +242,9 @@ def ids_allowed(model: nn.Module, tokens: NDArray[np.int32]) -> Generator[NDArra
 
 
 def _extra_ids(head: CutHead, tokens: NDArray[np.int32]) -> mx.array | None:
-    """(1, n) the ids in `tokens` (...,) that are not in the reduced vocabulary, ascending; None without any."""
+    """(1, n) the ids in `tokens` (...,) that are not in the reduced vocabulary, ascending; None if there are none."""
     own = np.zeros_like(head.in_vocabulary)
-    # A wider target's ids may lie beyond the head.
+    # A wider target may use ids beyond the head.
     own[tokens[tokens < len(own)]] = True
     outside = np.flatnonzero(own & ~head.in_vocabulary)
     return mx.array(outside[None]) if len(outside) else None
@@ -252,9 +252,9 @@ def _extra_ids(head: CutHead, tokens: NDArray[np.int32]) -> mx.array | None:
 
 @contextmanager
 def narrow_heads(models: Sequence[nn.Module], tokens: NDArray[np.int32]) -> Generator[None]:
-    """Inside the block the logits of models whose heads are cut to the same ids are those of the reduced vocabulary alone, by
-    ascending id, and behind them those of the other ids that are in `tokens` (...,), ascending too, where every head takes
-    such. Whole heads stay whole."""
+    """For models whose heads are cut to the same ids: inside the block, their logits cover only the reduced vocabulary, by
+    ascending id, followed by the other ids in `tokens` (...,), also ascending, if every head takes extra ids. Uncut heads are
+    not affected."""
     heads = [head for model in models if (head := cut_head(model)) is not None]
     extra = None
     if heads and all(head.takes_extra_ids for head in heads):
@@ -272,7 +272,7 @@ def narrow_heads(models: Sequence[nn.Module], tokens: NDArray[np.int32]) -> Gene
 
 @contextmanager
 def full_head(model: nn.Module) -> Generator[NDArray[np.bool_] | None]:
-    """Use the model's whole head inside the block. Yields `CutHead.in_vocabulary`, (width,); None where it is not cut."""
+    """Use the model's whole head inside the block. Yields `CutHead.in_vocabulary`, (width,); None if it is not cut."""
     head = cut_head(model)
     if head is None:
         yield None
@@ -285,8 +285,8 @@ def full_head(model: nn.Module) -> Generator[NDArray[np.bool_] | None]:
 
 
 def token_limit(model: nn.Module) -> int | None:
-    """How many token ids a model has embeddings for; None where it has no embedding table. MLX does not check indices: a
-    larger id would read past the end of the array."""
+    """The number of token ids for which a model has embeddings; None if it has no embedding table. MLX does not check indices:
+    a larger id would read past the end of the array."""
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.QuantizedEmbedding)]
     return max((table.weight.shape[0] for table in tables), default=None)
 

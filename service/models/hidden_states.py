@@ -46,7 +46,7 @@ class HiddenStateCapture:
         model(mx.zeros((1, 2), dtype=mx.int32), cache=make_prompt_cache(model))
         shapes = {getattr(layer.states, "shape", None) for layer in self.captured}
         if shapes != {(1, 2, width)}:
-            raise PairError(f"the draft reads hidden states of width {width}, the target's layers put out {shapes}")
+            raise PairError(f"the draft reads hidden states of width {width}, the target's layers produce {shapes}")
         self.take()
 
     def take(self) -> list[mx.array]:

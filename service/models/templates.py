@@ -251,7 +251,7 @@ def _example(role: str, content: object, user: object) -> tuple[list[Turn], list
 
 
 def _common(one: str, other: str) -> int:
-    """How many characters two texts begin with alike."""
+    """Length of the common prefix of two texts."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
