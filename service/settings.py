@@ -157,7 +157,7 @@ class StoreSettings(Section):
 
 
 class TrainingSettings(Section):
-    """When and how the draft's adapter is trained. Defaults: docs/decisions.md."""
+    """When and how the draft's adapter is trained. Defaults: docs/decisions/loop.md, docs/decisions/training.md."""
 
     enabled: bool = True
     """Runs start by themselves; false: only when asked for (`redraft train`)."""

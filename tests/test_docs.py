@@ -19,7 +19,7 @@ from service.settings import Settings, load_settings
 from tests.support.reference import FILE, build, commands, docstrings, reference
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TEXT = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in DOCS}
 DEFAULTS = (ROOT / "configs" / "default.toml").read_text(encoding="utf-8")
 

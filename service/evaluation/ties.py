@@ -2,7 +2,7 @@
 
 A tie is a position where the engine's token is not the oracle's, and moving the oracle's logits against each other by no more
 than the measured rounding makes it the choice: by its logit where greedy, with the noise of that position where seeded, by the
-edge of the set where top-k, top-p or min-p filter. Any other difference is an error. docs/decisions.md says why.
+edge of the set where top-k, top-p or min-p filter. Any other difference is an error. docs/decisions/engine.md says why.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ FREE_SHARE = 0.9
 WAIT_SHARE = 0.6
 """Of what a step takes on the device: an accelerator is waited for once so much is held, since what was launched before comes
 on top of it. On an H200 steps took 1.02 to 1.5 times what was planned when it was waited for at the whole; at this share they
-took 0.85 to 1.17 times that, and no longer (docs/measurements.md)."""
+took 0.85 to 1.17 times that, and no longer (docs/results/memory.md)."""
 
 
 def serving_vocabulary(job: JobSpec, adapter: Path | None) -> list[int] | None:

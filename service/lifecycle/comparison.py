@@ -3,7 +3,7 @@
 Each adapter is taken at the draft length that is best for it on these texts, by the measured costs of rounds over one row, or
 at the longest where there are no costs. Intervals are percentile intervals of a paired bootstrap over conversations (Efron &
 Tibshirani 1993, ch. 13; Cameron, Gelbach & Miller 2008), expanded for few conversations (Hesterberg 2015, sec. 3.3). Why it is
-done so, with the simulated coverage: docs/decisions.md, "Store and lifecycle".
+done so, with the simulated coverage: docs/decisions/loop.md, "The gate".
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from service.lifecycle import sign_flips
 MIN_CONVERSATIONS = 5
 """Fewer conversations than this give no usable interval."""
 FEW = 20
-"""Effective number of conversations below which a bootstrap alone is too short (docs/decisions.md has the coverage)."""
+"""Effective number of conversations below which a bootstrap alone is too short (docs/results/gate.md has the coverage)."""
 TAIL = 0.05
 """What lies beyond either end of a two-sided 90 % interval."""
 SHORTFALL = 0.05

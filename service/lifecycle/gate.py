@@ -1,5 +1,6 @@
 """Whether a candidate may replace the adapter that serves. Pure functions of the scores of the candidate, its parent and the
-base draft on the same generations, of what rounds cost where they serve, and of the verdicts before (docs/decisions.md)."""
+base draft on the same generations, of what rounds cost where they serve, and of the verdicts before
+(docs/decisions/loop.md)."""
 
 from __future__ import annotations
 

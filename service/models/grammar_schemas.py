@@ -104,6 +104,9 @@ def readable(grammar: str, refusal: Callable[[str], str]) -> tuple[str, tuple[st
 
     def change(schema: dict[str, Any]) -> None:
         _drop_nulls(schema)
+        for bound in _INTEGERS & schema.keys():
+            if isinstance(schema[bound], float) and schema[bound].is_integer():
+                schema[bound] = int(schema[bound])
         if isinstance(dialect := schema.get("$schema"), str) and not _DIALECT.fullmatch(dialect):
             del schema["$schema"]
         if looks_around(schema.get("pattern")):

@@ -133,7 +133,7 @@ class CutHead(nn.Module):
             logits = mx.concatenate([logits, extra.astype(logits.dtype)], axis=-1)
         if self._narrow:
             return logits
-        # A scatter takes half the time of a gather over the full width (docs/decisions.md).
+        # A scatter takes half the time of a gather over the full width (docs/decisions/engine.md).
         full = mx.full((*logits.shape[:-1], len(self._in_vocabulary)), -float("inf"), dtype=logits.dtype)
         return mx.put_along_axis(full, mx.broadcast_to(ids, logits.shape), logits, axis=-1)
 

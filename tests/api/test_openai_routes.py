@@ -244,8 +244,19 @@ def test_a_chat_stream_carries_the_same_as_the_json_answer(http: httpx.Client) -
         assert logprobs == whole["choices"][index]["logprobs"]["content"]
         assert "".join(each["token"] for each in logprobs) == text
         assert own[-1]["choices"][0]["finish_reason"] == whole["choices"][index]["finish_reason"] == "tool_calls"
-        assert own[-1]["timings"]["predicted_n"] == len(text)
     assert len({chunk["id"] for chunk in chunks}) == 1
+
+
+@pytest.mark.parametrize(("path", "body"), [(CHAT, {"messages": user("ab")}), (COMPLETIONS, {"prompt": "ab"})])
+def test_a_stream_says_once_what_it_has_used(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
+    """Open WebUI adds up `usage` and `timings` of all chunks, which have the same counts."""
+    stream = {**body, "n": 2, "stream": True}
+    with_usage = data_of(http.post(path, json={**stream, "stream_options": {"include_usage": True}}))[:-1]
+    (last,) = [chunk for chunk in with_usage if "timings" in chunk or "usage" in chunk]
+    assert last["choices"] == [] and last["timings"]["predicted_n"] == last["usage"]["completion_tokens"] == 4
+    without = [chunk for chunk in data_of(http.post(path, json=stream))[:-1] if "timings" in chunk]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in without] == ["stop"] * 2
+    assert [chunk["timings"]["predicted_n"] for chunk in without] == [2] * 2
 
 
 def test_log_probabilities_come_with_the_likeliest_tokens(http: httpx.Client) -> None:

@@ -26,7 +26,7 @@ from tests.support.echo_engine import LIMITS, EchoServer
 from tests.support.tiny_server import in_process_server, write_pair
 
 FOLDER = Path(__file__).parent
-SECONDS = 300
+SECONDS = 600
 """Of a client's script, and of each step that makes its environment."""
 EXAMPLES = 100
 """Requests that schemathesis makes up for each operation; it has two seconds for each."""
@@ -122,10 +122,15 @@ def python_script(name: str, packages: Sequence[str], folder: Path) -> list[str]
     uv = shutil.which("uv")
     assert uv is not None, "uv is not installed"
     environment = folder / name
-    subprocess.run([uv, "venv", "--quiet", str(environment)], check=True, timeout=SECONDS)
+    wanted = [package.removeprefix("python") for package in packages if package.startswith("python<")]
+    packages = [package for package in packages if not package.startswith("python<")]
+    chosen = ["--python", wanted[0]] if wanted else []
+    subprocess.run([uv, "venv", "--quiet", *chosen, str(environment)], check=True, timeout=SECONDS)
     python = environment / ("Scripts" if sys.platform == "win32" else "bin") / "python"
     # Elsewhere, or this project's own versions would bind the client's.
-    install = [uv, "pip", "install", "--quiet", "--python", str(python), *packages]
+    overrides = FOLDER / f"overrides_{name}.txt"
+    given = ["--override", str(overrides)] if overrides.exists() else []
+    install = [uv, "pip", "install", "--quiet", "--python", str(python), *given, *packages]
     subprocess.run(install, cwd=folder, check=True, timeout=SECONDS)
     return [str(python), str(FOLDER / f"client_{name}.py")]
 

@@ -25,11 +25,13 @@ STRINGS = (('Ġ"', WORD), ('["', WORD), ('"', WORD), (WORD, '"'))
 CHOICE = """\
 {%- if add_generation_prompt %}{% set chosen = namespace(script='answer') %}
 {%- if messages[-1].role != 'tool' and 'summary' not in messages[-1].content %}{% for tool in tools or [] %}
-{%- if tool.function.name in NAMES %}{% set chosen.script = tool.function.name %}{% endif %}{% endfor %}{% endif %}
+{%- if tool.function.name in NAMES %}{% set chosen.script = tool.function.name %}{% endif %}{% endfor %}
+{%- for name in NAMES %}{% if messages[-1].content.startswith(name + ':') %}{% set chosen.script = name %}{% endif %}
+{%- endfor %}{% endif %}
 {{- '<|im_start|>assistant\\n<go-' + chosen.script + '>' }}{% endif %}
 """
-"""The end of a chat template: calls the tool that a script is named after, and answers behind a tool's result, or where a
-summary is asked for."""
+"""The end of a chat template: calls the tool that a script is named after, or follows the script whose name and a colon begin
+the last message, and answers behind a tool's result, or where a summary is asked for."""
 
 
 def write_scripted(

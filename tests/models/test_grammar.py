@@ -322,11 +322,13 @@ NULLS: list[tuple[dict[str, Any], str, str]] = [
     ({"const": None, "format": None, "type": None}, "null", '"'),
     ({"type": "string", "$schema": "https://json-schema.org/draft-07/schema#"}, '"a"', "5"),
     ({"type": "string", "$schema": "http://json-schema.org/schema#"}, '"a"', "5"),
+    ({"type": "string", "minLength": 2.0, "maxLength": 3.0}, '"ab"', '"a"'),
+    ({"type": "array", "items": {"type": "integer"}, "minItems": 2.0}, "[1, 2]", "[1]"),
 ]
 
 
 @pytest.mark.parametrize(("schema", "valid", "invalid"), NULLS, ids=[json.dumps(schema) for schema, _, _ in NULLS])
-def test_keywords_that_are_null_and_unknown_dialects_say_nothing(
+def test_schemas_are_read_as_other_programs_write_them(
     encoder: TextEncoder, grammars: Grammars, schema: dict[str, Any], valid: str, invalid: str
 ) -> None:
     for wanted in (json_grammar(schema), lark_grammar(f"start: %json {json.dumps(schema)}")):

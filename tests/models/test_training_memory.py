@@ -166,7 +166,7 @@ def test_plans_make_the_same_step_within_what_is_free(name: str, batch: int) -> 
 
 
 def test_measured_peaks_are_within_what_is_planned() -> None:
-    """Of steps in float32 on a CPU (docs/measurements.md), MiB beside the weights: layers, rows, length, recomputed, width."""
+    """Of steps in float32 on a CPU (docs/results/memory.md), MiB without weights: layers, rows, length, recomputed, width."""
     measured = {(4, 2, 256, False, 151_936): 408, (8, 2, 256, True, 151_936): 202, (4, 1, 512, False, 4096): 383}
     for (layers, rows, length, recompute, width), mib in measured.items():
         config = QWEN3_06B | {"num_hidden_layers": layers, "vocab_size": width}

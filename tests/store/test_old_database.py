@@ -131,7 +131,7 @@ FREE = ["free-2", "other-2", *UNDRAFTED, "free-1", "other-1", "stopped-1", "supp
 a run of another draft has had: each draft may learn it."""
 FREE_AFTER_START = [*FREE[:7], "open-2", "open-1", "other-1", "twice-1", *FREE[8:]]
 """The same once the open run has ended. Two runs had crashed over twice-1 before; the upgrade forgets those crashes
-(docs/decisions.md)."""
+(docs/decisions/store.md)."""
 HELD = [QuarantinedTexts(run=2, adapter=2, cases=5, generations=3)]
 """What is quarantined."""
 KIND, OTHER_KIND, THIRD_KIND = "cluster:ca98ffebb5995768", "cluster:9f1c90b457954d12", "cluster:035095a703c6df89"

@@ -28,7 +28,7 @@ TOKENS, CASES = 300, 24
 """Output tokens and failure cases of an answer."""
 HELD_OUT_SHARE = 0.2
 SPREAD = 0.06
-"""Standard deviation of one conversation's relative difference between two adapters (docs/decisions.md, the gate's table)."""
+"""Standard deviation of one conversation's relative difference between two adapters (docs/decisions/loop.md, "The gate")."""
 POTENTIAL, HALF = 0.10, 400
 """What a draft can gain on this traffic in all, and after how many texts it has half of that."""
 SLOWER = 0.19

@@ -183,8 +183,8 @@ class ChunkChoice(ResponseModel):
 
 class ChatChunk(ResponseModel):
     """One event of a chat stream. usage: in a last chunk without choices, when asked for; on request in every other chunk too,
-    of its answer so far. timings, metrics: in the last chunk of an answer, of that answer. prompt_logprobs: in that of the
-    first answer, when asked for."""
+    of its answer so far. metrics: in the last chunk of an answer, of that answer. timings: there too, or of all answers beside
+    the usage that was asked for. prompt_logprobs: in the last chunk of the first answer, when asked for."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"

@@ -361,8 +361,10 @@ class _Writer:
                 for frame in self._part(part):
                     yield frame
             if self._usage:
-                usage = UsageAnswer.of(combined_timings(self.answers, len(self.answers)))
-                yield server_sent(self._chunk([]).model_copy(update={"usage": usage}))
+                spent, last = combined_timings(self.answers, len(self.answers)), self._chunk([])
+                last.usage = UsageAnswer.of(spent)
+                last.timings = TimingsAnswer.of(spent, draft_counts=self.exchange.draft_counts)
+                yield server_sent(last)
             yield DONE
         except RedraftError as error:
             yield server_sent(describe(error))
@@ -414,7 +416,9 @@ class _Writer:
         choice = ChunkChoice(index=index, delta=ChunkDelta(), finish_reason=answer.reason.value)
         chunk = self._with_usage(self._chunk([choice]), index)
         counts = self.exchange.draft_counts
-        chunk.timings = TimingsAnswer.of(answer.timings, draft_counts=counts)
+        if not self._usage:
+            # Clients that add up what a stream says (Open WebUI) take both for usage: they come in one chunk.
+            chunk.timings = TimingsAnswer.of(answer.timings, draft_counts=counts)
         chunk.metrics = MetricsAnswer.of(answer.timings, draft_counts=counts)
         if self._prompt_logprobs is not None and index == 0:
             chunk.prompt_logprobs = prompt_tokens(self._encoder, answer, self._prompt_logprobs)

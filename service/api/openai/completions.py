@@ -106,8 +106,9 @@ class _Writer:
                 own = completion_logprobs(self._encoder, answer.logprobs, len(before))
                 logprobs = own if logprobs is None else joined(logprobs, own)
             choices.append(self._choice(index, before + answer.text, logprobs, ended=True))
-        spent = combined_timings(self.answers, self._each)
-        return self._answer(choices, usage=spent, timings=spent).model_dump(mode="json", exclude_unset=True)
+        spent, whole = combined_timings(self.answers, self._each), self._answer(choices)
+        whole.usage, whole.timings, whole.metrics = UsageAnswer.of(spent), self._timings(spent), self._metrics(spent)
+        return whole.model_dump(mode="json", exclude_unset=True)
 
     async def frames(self, patience: float, *, one_call: bool) -> AsyncIterator[bytes]:
         """See Writer."""
@@ -130,12 +131,19 @@ class _Writer:
                 offsets[index] = offset
                 text = before + "".join(piece.text for piece in part.pieces)
                 choice = self._choice(index, text, logprobs, ended=part.ended)
-                chunk = self._answer([choice], timings=answer.timings if part.ended else None)
+                chunk = self._answer([choice])
+                if part.ended:
+                    chunk.metrics = self._metrics(answer.timings)
+                    if not self._usage:
+                        chunk.timings = self._timings(answer.timings)
                 if self._continuous:
                     chunk.usage = UsageAnswer.so_far(self.exchange.prompt_tokens_of(index), answer.tokens)
                 yield server_sent(chunk)
             if self._usage:
-                yield server_sent(self._answer([], usage=combined_timings(self.answers, self._each)))
+                spent, last = combined_timings(self.answers, self._each), self._answer([])
+                # Together, as on the chat route.
+                last.usage, last.timings = UsageAnswer.of(spent), self._timings(spent)
+                yield server_sent(last)
             yield DONE
         except RedraftError as error:
             yield server_sent(describe(error))
@@ -163,18 +171,15 @@ class _Writer:
             choice.prompt_logprobs = prompt_tokens(self._encoder, answer, self._prompt_logprobs)
         return choice
 
-    def _answer(
-        self, choices: list[CompletionChoice], *, usage: Timings | None = None, timings: Timings | None = None
-    ) -> CompletionAnswer:
+    def _answer(self, choices: list[CompletionChoice]) -> CompletionAnswer:
         kind = "text_completion"
-        new = CompletionAnswer(id=self._id, object=kind, created=self._created, model=self._model, choices=choices)
-        if usage is not None:
-            new.usage = UsageAnswer.of(usage)
-        if timings is not None:
-            counts = self.exchange.draft_counts
-            new.timings = TimingsAnswer.of(timings, draft_counts=counts)
-            new.metrics = MetricsAnswer.of(timings, draft_counts=counts)
-        return new
+        return CompletionAnswer(id=self._id, object=kind, created=self._created, model=self._model, choices=choices)
+
+    def _timings(self, spent: Timings) -> TimingsAnswer:
+        return TimingsAnswer.of(spent, draft_counts=self.exchange.draft_counts)
+
+    def _metrics(self, spent: Timings) -> MetricsAnswer:
+        return MetricsAnswer.of(spent, draft_counts=self.exchange.draft_counts)
 
 
 def _reason(answer: Answer) -> Literal["stop", "length"]:

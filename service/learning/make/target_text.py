@@ -1,7 +1,7 @@
 """Training text that the target writes itself: whole chats from an empty user turn on, with nothing read from elsewhere.
 
 Rows run in step. User turns are sampled at T = 1, answers at their row's own temperature; when a turn ends, the next begins
-(docs/decisions.md, "Learning").
+(docs/decisions/training.md, "Practice and making a draft").
 """
 
 from __future__ import annotations

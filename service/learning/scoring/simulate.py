@@ -1,5 +1,5 @@
 """The rounds that a draft would have had on a greedy or seeded text, and the failure cases they would have left: what the
-engine logs at a fixed draft length, without decoding (docs/decisions.md, "Greedy and seeded texts alone")."""
+engine logs at a fixed draft length, without decoding (docs/decisions/training.md, "Scoring")."""
 
 from __future__ import annotations
 
