@@ -2,7 +2,7 @@
 
 Launched work allocates its memory at once and frees it when the device has finished with it, and MLX allows about ten command
 buffers in flight (mlx/transforms.cpp, `eval_impl`). A prefill of 2,048 tokens therefore took 2 to 11 GB, depending on how far
-the host was ahead of the device (docs/measurements.md). Calls are now launched a few layers at a time, with at most two such
+the host was ahead of the device (docs/results/memory.md). Calls are now launched a few layers at a time, with at most two such
 parts in flight (`Strategy.part`).
 """
 

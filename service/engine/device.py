@@ -34,7 +34,7 @@ CACHE_BYTES, CACHE_SHARE = 4 * 2**30, 1 / 16
 reuses a few hundred MiB. Outgrown key and value buffers never fit again."""
 CUDA_SHARE = 1 / 8
 """On CUDA the limit is this share of the device's memory, if that is more. There, buffers for every batch size recur, and
-allocating released memory again takes tens to hundreds of milliseconds (docs/measurements.md)."""
+allocating released memory again takes tens to hundreds of milliseconds (docs/results/accelerator.md)."""
 
 _AS_THEY_ARE: dict[mx.Dtype, type[np.generic]] = {mx.uint32: np.uint32, mx.float32: np.float32}
 """Types whose 32 bits are copied unchanged."""

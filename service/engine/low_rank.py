@@ -1,7 +1,7 @@
 """Quantised linear layers with a separate LoRA adapter.
 
 The weights stay unchanged. Added to 4-bit weights, an adapter would be lost to rounding, or the weights would need two to four
-times the bytes (docs/decisions.md, "An adapter of a quantised draft stays beside its weights").
+times the bytes (docs/decisions/engine.md, "An adapter is added to unquantised weights and kept next to quantised ones").
 """
 
 from __future__ import annotations

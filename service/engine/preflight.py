@@ -1,7 +1,7 @@
 """Start-up check of a model: in ragged rows of the engine's cache it must compute the same as in mlx-lm's cache.
 
 The tolerance is measured: mlx-lm processes the same tokens in calls of different shapes, and the engine may differ by a
-multiple of the differences among those (docs/decisions.md).
+multiple of the differences among those (docs/decisions/engine.md).
 """
 
 from __future__ import annotations

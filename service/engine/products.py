@@ -4,10 +4,12 @@ MLX on CUDA asks cuBLAS for an algorithm at every product of more than one token
 (mlx/backend/cuda/gemms/cublas_gemm.cpp, `CublasGemm::execute`). That takes the host longer than many a product takes the
 device. The kernel costs the host a third of that. It multiplies by several matrices that read the same input at once (queries,
 keys and values; gate and up), and gives a token the same bits whatever else is in the call. Building the call in Python costs
-as much again each time, so the kernel is used only in traced calls (`replay`). It widens 4-bit weights as it reads them, once
-for all tokens; with MLX's products of such weights, a server was 2 to 9 times slower with 4 to 64 clients
-(docs/measurements.md). It adds the low-rank product of an adapter (`low_rank`) in the same launch: each block multiplies the
-input by the adapter's down matrix again, from the L2 cache, because another launch would cost more.
+as much again each time, so the kernel is used only in traced calls (`replay`).
+
+The kernel widens 4-bit weights as it reads them, once for all tokens; with MLX's products of such weights, a server was 2 to 9
+times slower with 4 to 64 clients (docs/results/serving.md). It adds the low-rank product of an adapter (`low_rank`) in the same
+launch: each block multiplies the input by the adapter's down matrix again, from the L2 cache, because another launch would cost
+more.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ THREADS, WARPS = 256, 8
 """Threads and warps of a block."""
 Tilings: TypeAlias = dict[int, tuple[tuple[int, int], ...]]
 """By the number of tiles of 8 tokens that a block multiplies: the number of tiles of 8 outputs and of stages in which they are
-fetched, fastest first (docs/measurements.md). Each is a kernel to be compiled."""
+fetched, fastest first (docs/results/accelerator.md). Each is a kernel to be compiled."""
 TILINGS: Tilings = {1: ((1, 4),), 2: ((2, 2),), 4: ((8, 2), (6, 2), (2, 2)), 6: ((8, 2), (4, 2)), 8: ((6, 2), (2, 2))}
 """For unquantised weights. With more than 64 tokens cuBLAS is faster."""
 QUANTISED_TILINGS: Tilings = {1: ((4, 4),), 2: ((4, 4),), 4: ((4, 2), (2, 2)), 6: ((8, 2), (2, 2)), 8: ((8, 2), (2, 2))}

@@ -19,7 +19,7 @@ RECOUNT = 1.0
 and while memory is short it would be repeated for all waiting requests before every round."""
 GATHERED = 1 / 4
 """Prompts gather until they are this share of the running requests. A prefill delays all running requests for a time that
-hardly depends on the number of prompts, but while prompts wait, rows are empty (docs/decisions.md)."""
+hardly depends on the number of prompts, but while prompts wait, rows are empty (docs/decisions/engine.md)."""
 
 
 class Scheduler:

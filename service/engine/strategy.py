@@ -132,7 +132,7 @@ CUDA = Strategy(
     parked_prefill=False,
     prefill_padding=1.0,
     replay=True,
-    # Measured from prefill peaks: 300 tokens showed none, 600 did (docs/measurements.md, "What calls compute").
+    # Measured from prefill peaks: 300 tokens showed none, 600 did (docs/results/memory.md, "What calls compute").
     most_uncopied=300,
 )
 

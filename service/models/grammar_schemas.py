@@ -18,6 +18,7 @@ _BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions",
 """Keywords whose values map names to schemas; the names are not keywords."""
 _VALUES = frozenset({"const", "default", "enum", "examples"})
 """Keywords whose values are not schemas."""
+_INTEGERS = frozenset({"minLength", "maxLength", "minItems", "maxItems", *_COUNTS})
 _MAY_BE_NULL = frozenset({"const", "default"})
 MAX_MERGES = 64
 """Maximum pairs of overlapping patterns of one grammar that are merged."""
@@ -89,9 +90,12 @@ def merged_patterns(grammar: str, error: str) -> str | None:
 
 
 def readable(grammar: str, refusal: Callable[[str], str]) -> tuple[str, tuple[str, ...]]:
-    """A grammar whose schemas have no null keywords, no dialect unknown to llguidance, and no pattern with look-around or
-    backreferences, which no grammar can follow; and the keywords that had such a pattern, in alphabetical order. refusal: why a
-    regex does not compile, or "" if it does."""
+    """A grammar that llguidance can read, and the keywords whose patterns were dropped, in alphabetical order.
+
+    Its schemas have no null keywords, no dialect unknown to llguidance, and no bound such as 2.0, which is an integer in JSON
+    schema. Patterns with look-around or backreferences are dropped, because no grammar can follow them. refusal: why a regex
+    does not compile, or "" if it does.
+    """
     refused: dict[str, bool] = {}
     names: set[str] = set()
 

@@ -2,7 +2,7 @@
 arithmetic, and its time.
 
 Everything is computed from config.json and the size of the weights. The factors were fitted to measured peaks
-(docs/measurements.md).
+(docs/results/memory.md).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ been measured."""
 UNROLLED_SECONDS = 1.2e-3
 """Seconds that a recurrent block takes for one position of all rows, forward and backward: training computes its state one
 position after another, in about sixty small operations. Measured on an H200 shared with other measurements, with checkpointing;
-1.1e-3 without (docs/measurements.md)."""
+1.1e-3 without (docs/results/memory.md)."""
 _FLOAT = 4
 _ADAPTER_COPIES = 7
 """Copies of the adapter: its weights, those of the best validation so far, AdamW's two moments, the gradients of a micro-batch,

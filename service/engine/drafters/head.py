@@ -54,7 +54,7 @@ class EagleDrafter(ModelDrafter):
     @property
     def rereads(self) -> bool:
         """See ModelDrafter: the target's features are now available for positions that used the head's hidden states. False if
-        the first step of a round feeds the same number of tokens for every row (docs/decisions.md)."""
+        the first step of a round feeds the same number of tokens for every row (docs/decisions/engine.md)."""
         return not self._feeds_alike
 
     @property

@@ -2,8 +2,8 @@
 rows have `pages` instead.
 
 The batch's rows occupy the first slots, and a row's positions the first positions of its slot. The rest is spare. Only rows
-that move are copied (why: docs/decisions.md, "Rows come and go in place"). MLX writes in place only if nothing else refers to
-the array. Otherwise it copies the array, which takes time but does not change the result.
+that move are copied (why: docs/decisions/engine.md, "Batches on a CPU and Metal grow and shrink in place"). MLX writes in place
+only if nothing else refers to the array. Otherwise it copies the array, which takes time but does not change the result.
 """
 
 from __future__ import annotations
