@@ -1,6 +1,6 @@
-"""The nouns every room shares, the protocols by which rooms meet, and the errors that cross rooms.
+"""The types shared by all packages, the protocols between them, and the errors that cross package boundaries.
 
-Imports nothing but the standard library: whoever wants to know what flows through the house reads these files.
+Imports only the standard library.
 """
 
 from service.core.access import ANYBODY, LOCAL, OWNER, Access, ApiKey, Caller

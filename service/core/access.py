@@ -1,4 +1,4 @@
-"""Who may call: API keys, and what each of them allows."""
+"""API keys and access levels."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from enum import IntEnum
 
 
 class Access(IntEnum):
-    """What a route asks for, and what a caller has; each includes those before it."""
+    """What a route requires, and what a caller has. Each level includes the lower ones."""
 
     PUBLIC = 0
-    """Everybody."""
+    """No key required."""
     CLIENT = 1
     """May generate text."""
     LOCAL = 2
-    """May also train, switch adapters and read figures, but neither read nor erase recorded texts: what callers without a key
-    have while no key was ever made."""
+    """May also train, switch adapters and read figures, but neither read nor erase recorded texts. Callers without a key have
+    this level while no key was ever created."""
     OPERATOR = 3
-    """May do everything: read and erase recorded texts too."""
+    """May do everything, including reading and erasing recorded texts."""
 
     @property
     def role(self) -> str:
-        """The name that commands and rows have for it."""
+        """The level's name in commands and database rows."""
         return self.name.lower()
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A key, without its secret. name: unique for ever. Revoked keys open nothing."""
+    """A key without its secret. name: unique for ever. Revoked keys grant nothing."""
 
     name: str
     access: Access
@@ -38,15 +38,16 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request. key: the name of the key that it came with, or that its session was opened with; None without."""
+    """The sender of a request. key: the name of the key that it came with, or with which its session was opened; None
+    without."""
 
     access: Access
     key: str | None = None
 
 
 ANYBODY = Caller(Access.PUBLIC)
-"""Who sent no key where keys are asked for."""
+"""A caller without a key on a server that requires keys."""
 LOCAL = Caller(Access.LOCAL)
-"""A caller without a key where none is asked for: on a loopback address, as long as no key was ever made."""
+"""A caller without a key on a server that requires none: on a loopback address, while no key was ever created."""
 OWNER = Caller(Access.OPERATOR)
-"""A caller with the token of the server's home folder, as long as no key was ever made."""
+"""A caller with the token of the server's home folder, while no key was ever created."""

@@ -1,17 +1,17 @@
-"""The errors that cross rooms."""
+"""The errors that cross package boundaries."""
 
 from __future__ import annotations
 
 
 class RedraftError(Exception):
-    """Base of every error a user may see. `code` is stable and machine-readable, the message is one sentence."""
+    """Base class of every error that users may see. `code` is stable and machine-readable, the message is one sentence."""
 
     code = "internal_error"
     field: str | None = None
 
 
 class BadRequest(RedraftError):
-    """The request cannot be served as asked; `field` names what is wrong."""
+    """The request cannot be served as it is; `field` names what is wrong."""
 
     code = "bad_request"
 
@@ -21,13 +21,13 @@ class BadRequest(RedraftError):
 
 
 class NotFound(RedraftError):
-    """There is nothing of this id."""
+    """There is nothing with this id."""
 
     code = "not_found"
 
 
 class Conflict(RedraftError):
-    """What is asked for does not go with the present state."""
+    """The request conflicts with the current state."""
 
     code = "conflict"
 
@@ -43,7 +43,7 @@ class Overloaded(RedraftError):
 
 
 class Unavailable(RedraftError):
-    """Loading, draining, or the engine is dead. Where trying again helps, `retry_after` says in how many seconds."""
+    """Loading, draining, or the engine has died. `retry_after`: seconds after which trying again may help."""
 
     code = "unavailable"
 
@@ -59,19 +59,19 @@ class ModelError(RedraftError):
 
 
 class NonFiniteLogits(RedraftError):
-    """The target computed NaN or infinite logits for a request, so that no token can be chosen. Other requests go on."""
+    """The target computed NaN or infinite logits for a request, so no token can be chosen. Other requests continue."""
 
     code = "nonfinite_logits"
 
 
 class PairError(ModelError):
-    """Target and draft do not belong together, or this engine cannot run one of them exactly."""
+    """Target and draft do not fit together, or this engine cannot run one of them exactly."""
 
     code = "pair_refused"
 
 
 class AdapterRefused(RedraftError):
-    """An adapter folder is damaged, foreign, or of another shape. Nothing was changed."""
+    """An adapter folder is damaged, belongs to another draft, or has the wrong shape. Nothing was changed."""
 
     code = "adapter_refused"
 
@@ -83,7 +83,7 @@ class TrainingFailed(RedraftError):
 
 
 class TrainingOutOfMemory(TrainingFailed):
-    """A run does not fit into the memory that is free."""
+    """A run does not fit into the free memory."""
 
 
 class StoreError(RedraftError):
@@ -93,7 +93,7 @@ class StoreError(RedraftError):
 
 
 class Outdated(StoreError):
-    """A newer version has upgraded the database: this one does not write it any more."""
+    """A newer version has upgraded the database; this version no longer writes to it."""
 
     code = "outdated"
 

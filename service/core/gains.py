@@ -1,4 +1,4 @@
-"""What the adapter that serves has gained against the base draft."""
+"""The measured gain of the serving adapter over the base draft."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from datetime import datetime
 
 @dataclass(frozen=True, slots=True)
 class MeasuredGain:
-    """What an adapter is worth against the base draft on answers given since its promotion, none of which it learnt from.
+    """The gain of an adapter over the base draft, measured on answers given since its promotion, none of which it learned from.
 
-    answers: how many, with `tokens` output tokens together. before, after: tokens per target call with the base draft and with
-    the adapter, at the longest draft length, the target's own token included. gain: the relative change from `before` to
-    `after`, with its two-sided 90 % interval `low90` to `high90`.
+    answers: their number, with `tokens` output tokens in total. before, after: acceptance length with the base draft and with
+    the adapter, at the longest draft length (tokens per target call, including the target's token). gain: the relative change
+    from `before` to `after`, with its two-sided 90 % interval `low90` to `high90`.
 
     speed_before, speed_after: tokens per second of one request while drafting, each at its best draft length; speed_gain: the
-    relative change and its 90 % interval. None where the costs of rounds are not measured.
+    relative change and its 90 % interval. None if the costs of rounds are not measured.
 
-    realised: tokens a call of the rounds that the adapter did draft in these answers; predicted: what its scores say of the
-    same rounds. None where too few rounds can be compared. overstated: the engine surely accepts less than the scores say.
-    read_to: the newest generation (seq) when it was measured.
+    realised: tokens per call of the rounds that the adapter drafted in these answers; predicted: the prediction of its scores
+    for the same rounds. None if too few rounds can be compared. overstated: the engine certainly accepts less than the scores
+    predict. read_to: the newest generation (seq) when it was measured.
     """
 
     answers: int
@@ -53,8 +53,8 @@ def _percent(share: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class GainsState:
-    """adapter: the one that serves, 0 for the base draft. measured: its newest measurement, made at `measured_at`; None: there
-    is none, and `reason` says why nothing has been gained yet."""
+    """adapter: the serving adapter, 0 for the base draft. measured: its newest measurement, made at `measured_at`; None: there
+    is none, and `reason` says why."""
 
     adapter: int
     measured: MeasuredGain | None

@@ -1,4 +1,4 @@
-"""What is asked, what happened, and the events of one request.
+"""Requests, generations, and the events of a request.
 
 Token ids are the target tokenizer's. Times are UTC. Log-probabilities are natural logarithms.
 """
@@ -16,30 +16,30 @@ from typing import Protocol, TypeAlias
 from service.core.errors import RedraftError
 
 TOP_TARGETS = 32
-"""Most likely tokens of which the log keeps the target's probabilities, at every output position."""
+"""Number of most likely tokens whose target probabilities are logged at every output position."""
 LEAST_LOGPROB = -9999.0
-"""What a prompt token's log-probability is where the model rules it out, as in vLLM: JSON has no infinity."""
+"""Log-probability of a prompt token that the model rules out, as in vLLM, because JSON has no infinity."""
 GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy, as in vLLM: log-probabilities divided by so little overflow float32."""
+"""Temperatures below this are greedy, as in vLLM: log-probabilities divided by them overflow float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn. Filters act on the distribution at T = 1 in mlx-lm's order (top-p, min-p, top-k), then the
+    """How tokens are sampled. Filters apply to the distribution at T = 1 in mlx-lm's order (top-p, min-p, top-k), then the
     temperature is applied.
 
-    A temperature below GREEDY_BELOW is greedy, and so is top_p 0. top_p 1.0, min_p 0.0 and top_k 0 switch a filter off.
-    logit_bias: pairs of a token and what is added to its logit before all else. A seed makes the output a function of (target,
-    prompt, sampling, seed) alone, whatever the draft does.
+    A temperature below GREEDY_BELOW is greedy, and so is top_p 0. top_p 1.0, min_p 0.0 and top_k 0 disable a filter.
+    logit_bias: pairs of a token and a value that is added to its logit first. With a seed, the output is a function of (target,
+    prompt, sampling, seed) only, whatever the draft proposes.
 
-    The penalties change the logits before the filters, by vLLM's definitions: repetition_penalty divides the positive logits of
-    tokens that are in the prompt or the output, and multiplies the others; frequency_penalty is subtracted once for each time
-    that the output has a token, presence_penalty once if it has it. bad_words: token sequences that are never completed in the
-    output.
+    The penalties change the logits before the filters, by vLLM's definitions. repetition_penalty divides the positive logits of
+    tokens that occur in the prompt or the output, and multiplies the others. frequency_penalty is subtracted once per
+    occurrence of a token in the output, presence_penalty once if it occurs at all. bad_words: token sequences that are never
+    completed in the output.
 
-    min_tokens: no token that ends the answer comes before so many others. ignore_eos: the model's own end tokens end nothing.
-    stop_token_ids: other tokens that end the answer. include_stop: the stop string, or the token of stop_token_ids, that ended
-    the answer is part of its text.
+    min_tokens: minimum number of tokens before one that ends the answer. ignore_eos: the model's end tokens do not end the
+    answer. stop_token_ids: other tokens that end the answer. include_stop: the stop string or stop token that ended the answer
+    is part of its text.
     """
 
     temperature: float = 0.0
@@ -61,17 +61,17 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken, without any draw."""
+        """Whether the most likely token is always taken, without sampling."""
         return self.temperature < GREEDY_BELOW or self.top_p == 0.0
 
     @property
     def penalised(self) -> bool:
-        """Whether a token's logit depends on how often the text has it."""
+        """Whether a token's logit depends on how often it occurs in the text."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def bends(self, usual: Sampling) -> bool:
-        """Whether answers say little of what the target says by itself: their logits are changed in a way that is not `usual`
-        for the model, or they go on behind their end."""
+        """Whether answers misrepresent the target: their logits are changed in a way that is not `usual` for the model, or they
+        continue past their end."""
         return bool(
             self.logit_bias
             or self.repetition_penalty not in (1.0, usual.repetition_penalty)
@@ -89,19 +89,20 @@ class Sampling:
 
     @property
     def rule(self) -> AcceptRule:
-        """Greedy and seeded rows compare tokens; unseeded sampling uses rejection."""
+        """Greedy and seeded rows compare tokens; unseeded sampling uses rejection sampling."""
         return AcceptRule.MATCH if self.greedy or self.seed is not None else AcceptRule.REJECTION
 
 
 class AcceptRule(StrEnum):
-    """MATCH: shared-Gumbel coupling, of which greedy is the noiseless case. REJECTION: Leviathan et al. 2211.17192."""
+    """The accept rule of a row. MATCH: shared-Gumbel coupling, of which greedy is the noiseless case. REJECTION: rejection
+    sampling (Leviathan et al., arXiv 2211.17192)."""
 
     MATCH = "match"
     REJECTION = "rejection"
 
 
 class GrammarKind(StrEnum):
-    """What a grammar is written in."""
+    """The language of a grammar."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -111,8 +112,8 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer must be. source: a JSON schema or a list of texts as JSON, a regular expression, or llguidance's dialect
-    of Lark. field: its name in the request, for errors."""
+    """A requirement on an answer. source: a JSON schema or a list of texts as JSON, a regular expression, or llguidance's
+    dialect of Lark. field: its name in the request, for errors."""
 
     kind: GrammarKind
     source: str
@@ -121,9 +122,8 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class AnswerGrammar:
-    """What an answer had to follow, as it is stored. text: as llguidance takes it. closing: tokens that end the reasoning
-    before it, which is free; empty: there is none. opening: the token that begins the reasoning, where the model may do
-    without."""
+    """The grammar of an answer, as it is stored. text: in llguidance's form. closing: tokens that end the preceding reasoning,
+    which is unconstrained; empty: there is none. opening: the token that begins the reasoning, if the model may skip it."""
 
     text: str
     opening: int | None = None
@@ -131,11 +131,11 @@ class AnswerGrammar:
 
 
 class Constraint(Protocol):
-    """Which tokens an answer may have, as it grows. Not thread-safe."""
+    """Which tokens an answer may have as it grows. Not thread-safe."""
 
     @property
     def grammar(self) -> AnswerGrammar:
-        """What the answer has to follow."""
+        """The grammar of the answer."""
         ...
 
     @property
@@ -145,11 +145,11 @@ class Constraint(Protocol):
 
     @property
     def failed(self) -> bool:
-        """The grammar has met a limit on the way: only an end-of-sequence token is allowed any more."""
+        """Whether the grammar has hit a limit: only an end-of-sequence token is allowed from then on."""
         ...
 
     def copy(self) -> Constraint:
-        """The same for another answer, from its beginning."""
+        """The same constraint for another answer, from its beginning."""
         ...
 
     def masks(self, proposed: Sequence[int]) -> list[bytes]:
@@ -158,25 +158,25 @@ class Constraint(Protocol):
         ...
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """The answer has these tokens more."""
+        """Append these tokens to the answer."""
         ...
 
     def forced(self, most: int) -> list[int]:
-        """Tokens of the text that must come next, up to so many; none where there is a choice."""
+        """Up to `most` tokens of the text that must come next; empty if there is a choice."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class HiddenTokens:
-    """Tokens that an answer's text leaves out. start, end: texts around a part of the answer in which they are kept, because
-    what reads a tool call needs them. Without a start none is kept; without an end that part goes on to the answer's end."""
+    """Tokens that an answer's text omits. start, end: texts around a part of the answer in which they are kept, because tool
+    call parsers need them. Without a start none are kept; without an end that part extends to the answer's end."""
 
     ids: frozenset[int] = frozenset()
     start: str = ""
     end: str = ""
 
     def hides(self, token: int, text: str) -> bool:
-        """Whether a token behind this text of the answer is left out."""
+        """Whether a token after this text of the answer is omitted."""
         if token not in self.ids:
             return False
         opened = text.rfind(self.start) if self.start else -1
@@ -188,7 +188,7 @@ NOTHING_HIDDEN = HiddenTokens()
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What one request asks, after templating: token ids and the tags it came with."""
+    """A request after templating: token ids and the tags it came with."""
 
     tokens: tuple[int, ...]
     sampling: Sampling
@@ -199,36 +199,35 @@ class Prompt:
     store: bool = True
     """False: nothing of this request may be written anywhere."""
     bent: bool = False
-    """The answer says little of the target (`Sampling.bends`), so that it is not recorded."""
+    """The answer misrepresents the target (`Sampling.bends`), so it is not recorded."""
     first_user: str = ""
-    """The first user message that is not part of a common opening (api.openings). It names the conversation and decides the
-    train / held-out split by its hash (store.log.generations)."""
+    """The first user message that is not part of a common opening (api.openings). It identifies the conversation, and its hash
+    decides the train / held-out split (store.log.generations)."""
     kind: str | None = None
-    """What this service calls prompts like this one; never from a request, so that no client's `domain` can be mistaken for
-    it."""
+    """This service's category for prompts like this one. Never taken from a request, so that a client's `domain` cannot be
+    mistaken for it."""
     logprobs: int | None = None
-    """Send the log-probability of every output token, and so many of the most likely tokens with it (TOP_TARGETS at most)."""
+    """Send the log-probability of every output token, with this many of the most likely tokens (at most TOP_TARGETS)."""
     logprob_of_end: bool = False
-    """The token that ends the answer counts as one whose log-probability is sent, though it is not part of the text."""
+    """Also send the log-probability of the token that ends the answer, although it is not part of the text."""
     prompt_logprobs: int | None = None
-    """Send the log-probabilities of the prompt's own tokens, and so many of the most likely tokens at each place (TOP_TARGETS
-    at most). The prompt is then prefilled whole, whatever is cached of it."""
+    """Send the log-probabilities of the prompt's tokens, with this many of the most likely tokens per position (at most
+    TOP_TARGETS). The prompt is then prefilled completely, ignoring the prefix cache."""
     constraint: Constraint | None = field(default=None, compare=False)
-    """What keeps the answer within a grammar; of this answer alone."""
+    """Keeps the answer within a grammar. Belongs to this answer only."""
     num_draft_tokens: int | None = None
-    """Tokens proposed for it in a round, at most; 0: none; None: as many as the planner chooses."""
+    """Maximum tokens proposed for it per round; 0: none; None: the planner chooses."""
     prediction: tuple[int, ...] = ()
-    """What the answer is expected to be, as token ids (OpenAI's predicted outputs). It changes how fast the answer comes, never
-    the answer."""
+    """The expected answer as token ids (OpenAI's predicted outputs). It changes the speed of the answer, never its content."""
     cache_salt: str = ""
-    """Cached prefixes and looked-up outputs are shared by requests of equal salts alone (vLLM's name)."""
+    """Cached prefixes and looked-up outputs are shared only among requests with equal salts (vLLM's name)."""
     hidden: HiddenTokens = NOTHING_HIDDEN
-    """Special tokens that the text of the answer leaves out."""
+    """Special tokens that the text of the answer omits."""
 
 
 class Source(StrEnum):
-    """Who proposed a round's tokens: the draft model, a look-up in what was said before, the request's own prediction, or a
-    grammar that leaves no choice."""
+    """The source of a round's proposal: the draft model, prompt lookup, the request's predicted output, or a grammar that
+    forces tokens."""
 
     DRAFT = "draft"
     LOOKUP = "lookup"
@@ -238,9 +237,9 @@ class Source(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One row's share of one round: `drafted` tokens proposed by `source` while `adapter` served, the first `accepted` of
-    them kept, and one token of the target after them. `start` is the output position of the round's first token. The tokens
-    emitted are accepted + 1, or fewer when the request ended inside the round (`emitted`)."""
+    """One row's share of a round: `drafted` tokens proposed by `source` while `adapter` served, of which the first `accepted`
+    were accepted, followed by one token of the target. `start` is the output position of the round's first token. `emitted` is
+    accepted + 1, or less if the request ended within the round."""
 
     adapter: int
     start: int
@@ -254,9 +253,10 @@ class Round:
 class FailureCase:
     """The first rejection of one round of the draft: it proposed `drafted`, the target emitted `target`.
 
-    position: index into the output tokens. p, q: probability of `drafted` under target and draft at T = 1. margin: gap
-    between the target's two best log-probabilities at T = 1; below the tie threshold the case is numerical noise and `tie`
-    is set (kept, not counted)."""
+    position: index into the output tokens. p, q: probability of `drafted` under target and draft at T = 1. margin: gap between
+    the target's two best log-probabilities at T = 1. Below the tie threshold the case is numerical noise and `tie` is set
+    (kept, not counted).
+    """
 
     position: int
     drafted: int
@@ -269,10 +269,10 @@ class FailureCase:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """The target's distribution at T = 1 for every output position: the `top` most likely tokens and the rest's mass.
+    """The target's distribution at T = 1 for every output position: the `top` most likely tokens and the mass of the rest.
 
-    Little-endian row-major bytes: `ids` uint32 (positions, top); `logprobs` float16 (positions, top), descending;
-    `tail` float16 (positions,), log of the mass outside the top (-inf where there is none).
+    Little-endian row-major bytes: `ids` uint32 (positions, top); `logprobs` float16 (positions, top), descending; `tail`
+    float16 (positions,), log of the mass outside the top (-inf if there is none).
     """
 
     top: int
@@ -282,13 +282,13 @@ class Targets:
 
     @property
     def positions(self) -> int:
-        """Output positions that the target's probabilities are stored for."""
+        """Output positions for which the target's probabilities are stored."""
         return len(self.tail) // 2
 
 
 class FinishReason(StrEnum):
-    """Why a request ended: STOP: an end-of-sequence token, a stop token or a stop string; LENGTH: max_tokens; CANCELLED:
-    given up before its end."""
+    """Why a request ended. STOP: an end-of-sequence token, a stop token or a stop string; LENGTH: max_tokens; CANCELLED:
+    cancelled before its end."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -297,22 +297,22 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Fingerprints (hex sha256) of what produced a generation. Rows of another target or tokenizer never mix."""
+    """Fingerprints (hex sha256) of the models behind a generation. Rows of different targets or tokenizers never mix."""
 
     target: str
     tokenizer: str
     draft: str
-    """The bare draft's fingerprint, which an adapter is bound to."""
+    """The base draft's fingerprint, to which an adapter is bound."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A finished request, as the recorder gets it.
+    """A finished request, as the recorder receives it.
 
-    logprobs: target log-probability of each output token at T = 1. sampled_logprobs: the same after the sampling transform
-    (0.0 when greedy). Both have one entry per output token. targets: None when not collected. grammar: what the answer had to
-    follow; all probabilities are over the tokens that it allowed. A repetition penalty is in sampled_logprobs alone: logprobs
-    and targets are the target's own.
+    logprobs: target log-probability of each output token at T = 1. sampled_logprobs: the same after the sampling transform (0.0
+    when greedy). Both have one entry per output token. targets: None when not collected. grammar: the grammar of the answer;
+    all probabilities are over the tokens that it allowed. A repetition penalty affects only sampled_logprobs: logprobs and
+    targets are the target's unmodified probabilities.
     """
 
     id: str
@@ -331,7 +331,8 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """An output token's log-probability under the target at T = 1, and the most likely tokens (id, log-probability) there."""
+    """An output token's log-probability under the target at T = 1, and the most likely tokens (id, log-probability) at its
+    position."""
 
     token: int
     logprob: float
@@ -340,9 +341,9 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """What the target says of a prompt's own tokens at T = 1, but of the first, which nothing comes before. Every other token
-    has an entry of `logprobs` (LEAST_LOGPROB at least) and `ranks` (1: it is the most likely one there), and `count` entries of
-    `top_ids` and `top_logprobs`, the most likely tokens at its place."""
+    """The target's log-probabilities of a prompt's tokens at T = 1, except the first, which has no predecessor. Every other
+    token has an entry in `logprobs` (at least LEAST_LOGPROB) and `ranks` (1: the most likely token), and `count` entries in
+    `top_ids` and `top_logprobs`, the most likely tokens at its position."""
 
     tokens: tuple[int, ...]
     logprobs: array[float]
@@ -352,7 +353,7 @@ class PromptLogprobs:
     count: int
 
     def __iter__(self) -> Iterator[tuple[int, TokenLogprobs | None]]:
-        """Each token, with its rank (0: it has none) and what there is of it; None of the first."""
+        """Each token's rank (0: none) and log-probabilities; None for the first token."""
         yield 0, None
         for i, token in enumerate(self.tokens[1:]):
             mine = slice(i * self.count, (i + 1) * self.count)
@@ -362,9 +363,9 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New text, complete in UTF-8, and how it came about: `tokens` emitted, `drafted[i]` true where the draft proposed it.
-    logprobs: of the tokens but an end-of-sequence token, where the prompt asked for them. prompt_logprobs: where it asked for
-    those, in one event without text before all others."""
+    """New text, complete in UTF-8, with its tokens. drafted[i]: whether tokens[i] was proposed. logprobs: of the tokens except
+    an end-of-sequence token, if the prompt asked for them. prompt_logprobs: if requested, in one event without text before all
+    others."""
 
     text: str
     tokens: tuple[int, ...]
@@ -375,12 +376,15 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """llama.cpp's names. prompt_n: tokens of the prompt, cache_n of them from another request's prefill. draft_n: tokens
-    proposed; draft_n_accepted: of those accepted (never more than were emitted). rounds: all of them; draft_rounds: those in
-    which something was proposed; accepted_rounds: by j, those of which j tokens were accepted. adapters: the versions that
-    drafted for this answer, in order of first use. seconds: wall time; queue_seconds: from its arrival until it was admitted,
-    first_token_seconds: until its first token (0: there was none), both part of what is above. predicted_matched,
-    predicted_unmatched: tokens of the request's prediction that the answer has and does not have."""
+    """Token counts and times of a request, under llama.cpp's names.
+
+    prompt_n: tokens of the prompt, cache_n of them from the prefix cache. draft_n: tokens proposed; draft_n_accepted: those
+    accepted (never more than were emitted). rounds: all rounds; draft_rounds: those with a proposal; accepted_rounds: by j, the
+    number of those that accepted j tokens. adapters: the versions that drafted for this answer, in order of first use. seconds:
+    wall time; queue_seconds: from arrival to admission; first_token_seconds: from arrival to the first token (0: there was
+    none). The times above include both. predicted_matched, predicted_unmatched: tokens of the request's prediction that the
+    answer has and does not have.
+    """
 
     prompt_n: int
     prompt_seconds: float
@@ -400,30 +404,30 @@ class Timings:
 
     @property
     def prefill_seconds(self) -> float:
-        """From admission to the first token, as vLLM has it: one round more than llama.cpp's time of the prompt. 0 without a
-        token."""
+        """From admission to the first token, as in vLLM: one round more than llama.cpp's prompt time. 0 without a token."""
         return max(self.first_token_seconds - self.queue_seconds, 0.0)
 
     @property
     def decode_seconds(self) -> float:
-        """From the first token to the last, as vLLM has it. 0 without a token."""
+        """From the first token to the last, as in vLLM. 0 without a token."""
         if not self.first_token_seconds:
             return 0.0
         return max(self.prompt_seconds + self.predicted_seconds - self.first_token_seconds, 0.0)
 
     @property
     def prompt_per_second(self) -> float:
-        """Prefilled prompt tokens per second; 0 where no time was measured."""
+        """Prefilled prompt tokens per second; 0 if no time was measured."""
         return (self.prompt_n - self.cache_n) / self.prompt_seconds if self.prompt_seconds > 0 else 0.0
 
     @property
     def predicted_per_second(self) -> float:
-        """Output tokens per second of decoding; 0 where no time was measured."""
+        """Output tokens per second of decoding; 0 if no time was measured."""
         return self.predicted_n / self.predicted_seconds if self.predicted_seconds > 0 else 0.0
 
     @classmethod
     def combined(cls, several: Sequence[Timings], per_prompt: int) -> Timings:
-        """Those of several answers, so many to each prompt: tokens and rounds are summed, times are of the longest."""
+        """The timings of several answers, `per_prompt` for each prompt: tokens and rounds are summed, times are those of the
+        longest."""
         prompts = several[::per_prompt]
         return cls(
             prompt_n=sum(each.prompt_n for each in prompts),
@@ -446,8 +450,8 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The request ended with this answer, a cancelled one included. output: all its token ids. stopped_by: the stop string that
-    ended it, if one did."""
+    """The request ended with this answer, including a cancelled one. output: all its token ids. stopped_by: the stop string
+    that ended it, if any."""
 
     id: str
     finish: FinishReason
@@ -458,12 +462,12 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The request ended without an answer. error: one of this module's error classes."""
+    """The request ended without an answer. error: one of the classes in core.errors."""
 
     error: RedraftError
 
 
 Event: TypeAlias = Delta | Finished | Failed
 Sink: TypeAlias = Callable[[Event], None]
-"""Called on the engine's thread; must return at once and never raise. The last event is always Finished or Failed. To wake
-another thread, wait for GenerationService.on_delivered, which comes once for the sinks of all requests."""
+"""Called on the engine thread; must return at once and never raise. The last event is always Finished or Failed. To wake
+another thread, use GenerationService.on_delivered, which is called once for the sinks of all requests."""

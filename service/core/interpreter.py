@@ -1,4 +1,4 @@
-"""The Python that runs: what is installed in it, and how another one is started."""
+"""The running Python: its installed packages, and the command line that starts it again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def package_version(name: str) -> str:
-    """The version of an installed package; without its metadata, that it is not installed."""
+    """The version of an installed package, or a note that it is not installed if it has no metadata."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -15,9 +15,9 @@ def package_version(name: str) -> str:
 
 
 def python_command(*words: str) -> list[str]:
-    """The command line of this interpreter with `words`, which are `-m` and a module, or `-c` and code, and their arguments.
+    """The command line of this interpreter with `words`: `-m` and a module, or `-c` and code, and their arguments.
 
-    With `-P`, Python keeps the working folder off `sys.path`: `-m service...` started where somebody's own `service/` lies
-    would import that one. (The variable PYTHONSAFEPATH does the same, but would reach programs that are not ours.)
+    With `-P`, Python does not put the working folder on `sys.path`. Otherwise `-m service...`, started in a folder with an
+    unrelated `service/`, would import that one. (PYTHONSAFEPATH does the same, but would also affect other programs.)
     """
     return [sys.executable, "-P", *words]

@@ -1,4 +1,4 @@
-"""What the log and the registry of adapters say of one pair, in bounded extracts: for the page that the server shows."""
+"""Bounded extracts of one pair's log and adapter registry, for the page that the server shows."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from service.core.training import AdapterState, Verdict
 
 @dataclass(frozen=True, slots=True)
 class TrafficPoint:
-    """How one adapter did in one stretch of time. at: mean time of the generations counted. tokens and rounds: of all of them,
-    whoever proposed; drafted, accepted: tokens of the draft model alone."""
+    """One adapter's results in one time interval. at: mean time of the generations counted. tokens, rounds: of all generations,
+    from any source; drafted, accepted: tokens of the draft model only."""
 
     at: datetime
     adapter: int
@@ -24,7 +24,7 @@ class TrafficPoint:
 
 @dataclass(frozen=True, slots=True)
 class DepthCounts:
-    """Drafted tokens of one adapter by their place in the draft, the first place first, and how many of them were accepted."""
+    """Drafted tokens of one adapter by position in the draft, first position first, and how many of them were accepted."""
 
     adapter: int
     drafted: tuple[int, ...]
@@ -41,8 +41,7 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class AdapterRecord:
-    """An adapter version with the verdicts that decided about it. gate: it was promoted or rejected. watch: it was confirmed
-    or rolled back."""
+    """An adapter version with its verdicts. gate: promoted or rejected. watch: confirmed or rolled back."""
 
     id: int
     parent: int
@@ -55,7 +54,7 @@ class AdapterRecord:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What was recorded between two moments, in order of time. adapters: the newest, newest first, whenever they were made."""
+    """What was recorded in an interval, in order of time. adapters: the newest, newest first, whenever they were created."""
 
     start: datetime
     end: datetime
@@ -66,9 +65,9 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """A failure case with the tokens before it. adapter: the version that drafted; None: that is not known, for the case was
-    worked out later. p, q: probability of `drafted` under target and draft. tie: they differ by numerical noise alone.
-    case: its id."""
+    """A failure case with the tokens before it. adapter: the version that drafted; None: not known, because the case was
+    computed later. p, q: probability of `drafted` under target and draft. tie: they differ only by numerical noise. case: its
+    id."""
 
     generation: str
     position: int

@@ -1,4 +1,4 @@
-"""Panics of Rust libraries (llguidance, tokenizers, pydantic) as ordinary errors."""
+"""Turns panics of Rust libraries (llguidance, tokenizers, pydantic) into ordinary errors."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from contextlib import contextmanager
 from service.core.errors import RedraftError
 
 MODULE = "pyo3_runtime"
-"""Where every extension built with PyO3 puts its own PanicException. None of them can be imported."""
+"""The module of every PyO3 extension's PanicException. None of them can be imported."""
 
 
 class LibraryPanic(RedraftError):
-    """A Rust library panicked. Answered as an internal error, status 500."""
+    """A Rust library panicked. Reported as an internal error, status 500."""
 
 
 @contextmanager
 def panics_as_errors() -> Generator[None]:
     """Raises LibraryPanic in place of a panic.
 
-    PanicException derives from BaseException, not from Exception, so ordinary handlers let it pass. Its message may quote a
+    PanicException derives from BaseException, not from Exception, so ordinary handlers do not catch it. Its message may quote a
     prompt, so the new error keeps only its traceback.
     """
     try:

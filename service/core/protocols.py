@@ -1,4 +1,4 @@
-"""The protocols by which rooms meet."""
+"""The protocols between the packages."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from service.core.training import AdapterRef, LearningState, PracticeState, Trai
 
 
 class Place(Protocol):
-    """A place in the queue, held while a request is tokenised. As a context manager it is released at the end, unless
-    `submit` has used it."""
+    """A queue slot, held while a request is tokenized. As a context manager it is released at the end, unless `submit` has used
+    it."""
 
     def release(self) -> bool:
-        """Free the place for another request. False when it was released or used before."""
+        """Release the slot for another request. Returns False if it was already released or used."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -30,23 +30,23 @@ class Place(Protocol):
 
 
 class Ticket(Protocol):
-    """A request under way."""
+    """A submitted request."""
 
     @property
     def id(self) -> str:
-        """The request's id, which the Finished event and the log carry too."""
+        """The request's id, as in the Finished event and the log."""
         ...
 
     def cancel(self) -> None:
-        """Give the row back before the next round. Idempotent; harmless after the end. The sink gets Finished with
-        FinishReason.CANCELLED and what there is of the answer."""
+        """Release the row before the next round. Idempotent, and harmless after the end. The sink receives Finished with
+        FinishReason.CANCELLED and the answer so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of the models' back end. active: in use. cache: freed but held for reuse. peak: the most that was ever in use. Of
-    those in use, weights: the models'; kv: allocated for keys and values; prefix: the prefix cache's, among `kv` where rows are
-    in pages."""
+    """Memory of the models' back end, in bytes. active: in use. cache: freed but kept for reuse. peak: maximum ever in use.
+    Parts of `active`: weights, of the models; kv, allocated for keys and values; prefix, of the prefix cache, part of `kv` if
+    rows are paged."""
 
     active: int = 0
     cache: int = 0
@@ -58,10 +58,9 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """What health is judged by. `idle_seconds`: since the engine last made progress while it had work (0 when idle).
-    kv_cache_usage: share of the memory for keys and values that is in use. prefix_disk_bytes: of the prefix cache's files.
-    speedup: estimated, of recent rounds over plain decoding; 0 before the first, and where costs are not measured. loaded: the
-    models are in memory."""
+    """The engine's health. idle_seconds: since the engine last made progress while it had work (0 when idle). kv_cache_usage:
+    share of the KV cache memory in use. prefix_disk_bytes: of the prefix cache's files. speedup: estimated speed-up of recent
+    rounds over plain decoding; 0 before the first round and if costs are not measured. loaded: the models are in memory."""
 
     ready: bool
     reason: str
@@ -78,8 +77,8 @@ class EngineStatus:
 
 
 class RequestState(StrEnum):
-    """WAITING: in the queue, also after it was preempted. PREFILLING: it has a row, its prompt is being read. RUNNING: it is
-    decoded."""
+    """WAITING: in the queue, also after preemption. PREFILLING: has a row, its prompt is being prefilled. RUNNING: in the
+    batch."""
 
     WAITING = "waiting"
     PREFILLING = "prefilling"
@@ -88,9 +87,9 @@ class RequestState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RequestStatus:
-    """A request under way, without its text. route: that it came by. tokens: output tokens so far. waiting_seconds: from its
-    arrival until it joined the batch, or until now. running_seconds: since it joined the batch; None: it has not. adapter: the
-    version that served in its last round; None: there was none yet."""
+    """An unfinished request, without its text. route: the HTTP route. tokens: output tokens so far. waiting_seconds: from
+    arrival until it joined the batch, or until now. running_seconds: since it joined the batch; None: not joined yet. adapter:
+    the version that served in its last round; None: no round yet."""
 
     id: str
     state: RequestState
@@ -103,29 +102,28 @@ class RequestStatus:
 
 
 class GenerationService(Protocol):
-    """What the API sees of the engine."""
+    """The engine as the API sees it."""
 
     def reserve(self) -> Place:
-        """Ask for a place in the queue, before the work of tokenising. Raises Overloaded when the queue is full, Unavailable
-        when not serving."""
+        """Reserve a queue slot before tokenizing. Raises Overloaded if the queue is full, Unavailable if not serving."""
         ...
 
     def submit(self, prompt: Prompt, sink: Sink, place: Place | None = None, *, route: str = "") -> Ticket:
-        """Queue a request, in the place that was reserved for it if there is one. route: that it came by. Raises BadRequest
-        when the prompt cannot fit, Unavailable when not serving, and without a place Overloaded when the queue is full."""
+        """Queue a request, in its reserved slot if there is one. route: the HTTP route. Raises BadRequest if the prompt cannot
+        fit, Unavailable if not serving, and without a slot Overloaded if the queue is full."""
         ...
 
     def requests(self) -> list[RequestStatus]:
-        """The requests under way, in the order in which they arrived. Waits for no round."""
+        """The unfinished requests, in order of arrival. Does not wait for a round."""
         ...
 
     def cancel(self, request_id: str) -> RequestStatus:
-        """Cancel a request under way, as its ticket does. Returns what it was until now. Raises NotFound."""
+        """Cancel an unfinished request, as its ticket does. Returns its status before that. Raises NotFound."""
         ...
 
     def on_delivered(self, flush: Callable[[], None]) -> None:
-        """Call `flush` from now on whenever sinks may have been called: on the same thread, once for all events of a round
-        and for all requests that fail together. It must return at once and never raise."""
+        """Register `flush`, which is called whenever sinks may have been called: on the same thread, once for all events of a
+        round and for all requests that fail together. It must return at once and never raise."""
         ...
 
     def status(self) -> EngineStatus:
@@ -135,7 +133,7 @@ class GenerationService(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call that a model has written. arguments: a JSON object, as text. id: the model's own, where it gives one."""
+    """A tool call written by a model. arguments: a JSON object, as text. id: the model's id, if it gives one."""
 
     name: str
     arguments: str
@@ -143,7 +141,7 @@ class ToolCall:
 
 
 class PieceKind(StrEnum):
-    """What a piece of an answer holds."""
+    """The content type of a piece of an answer."""
 
     TEXT = "text"
     REASONING = "reasoning"
@@ -152,7 +150,7 @@ class PieceKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A piece of an answer. call: of a CALL, which has no text."""
+    """A piece of an answer. call: for CALL pieces, which have no text."""
 
     kind: PieceKind
     text: str = ""
@@ -160,8 +158,8 @@ class Piece:
 
 
 class ChatEnd(Enum):
-    """How the prompt of a chat ends. NEW_TURN: the assistant's turn is opened. CONTINUED: the last message is left open, and
-    the answer goes on with it. CLOSED: the last message is ended, and no turn is opened."""
+    """How the prompt of a chat ends. NEW_TURN: opens the assistant's turn. CONTINUED: the last message stays open and the
+    answer continues it. CLOSED: the last message is ended and no turn is opened."""
 
     NEW_TURN = "new turn"
     CONTINUED = "continued"
@@ -169,8 +167,7 @@ class ChatEnd(Enum):
 
 
 class Reasoning(Enum):
-    """What the prompt of a chat has done about reasoning: started it, left it to the model, or ended it (or the model has
-    none)."""
+    """The state of reasoning at the end of a chat prompt: started, left to the model, or ended (or the model has none)."""
 
     OPEN = "open"
     FREE = "free"
@@ -186,21 +183,22 @@ class EncodedChat:
 
 
 class AnswerReader(Protocol):
-    """Splits the text of one answer, as it grows, into content, reasoning and tool calls. However the text is cut into parts,
-    the pieces together are the same. Not thread-safe."""
+    """Splits the growing text of one answer into content, reasoning and tool calls. The result does not depend on how the text
+    is divided into parts. Not thread-safe."""
 
     def add(self, text: str) -> list[Piece]:
-        """The pieces that new text completes. Text that may belong to a marker is withheld, a tool call until it is whole."""
+        """The pieces completed by new text. Text that may belong to a marker is withheld, and a tool call until it is
+        complete."""
         ...
 
     def finish(self, cut: bool) -> list[Piece]:
-        """The rest, after the last text. cut: the answer was ended before the model ended it; a tool call that is not whole
-        then becomes text, as one does that cannot be parsed."""
+        """The rest, after the last text. cut: the answer was ended before the model ended it. An incomplete tool call then
+        becomes text, like one that cannot be parsed."""
         ...
 
 
 class Encoder(Protocol):
-    """Text to token ids and back, thread-safe, no MLX."""
+    """Converts text to token ids and back. Thread-safe, does not use MLX."""
 
     @property
     def vocabulary(self) -> int:
@@ -214,20 +212,20 @@ class Encoder(Protocol):
         options: Mapping[str, object] | None = None,
         end: ChatEnd = ChatEnd.NEW_TURN,
     ) -> EncodedChat:
-        """The prompt of messages of `role`, `content` and what else the model's chat template reads. tools: descriptions as
-        OpenAI's chat route takes them. options: further arguments of the template. Raises BadRequest."""
+        """The prompt for messages with `role`, `content` and whatever else the model's chat template reads. tools: descriptions
+        as in OpenAI's chat route. options: further arguments of the template. Raises BadRequest."""
         ...
 
     def encode_text(self, text: str) -> tuple[int, ...]:
-        """Plain text, as a completion prompt (with the tokenizer's own leading special tokens)."""
+        """Token ids of plain text as a completion prompt, including the tokenizer's leading special tokens."""
         ...
 
     def encode_word(self, text: str) -> tuple[tuple[int, ...], ...]:
-        """Token ids of a text inside another, without and with a space before it; none where it has no token."""
+        """Token ids of a text inside another, without and with a preceding space; empty if it has no token."""
         ...
 
     def encode_answer(self, text: str) -> tuple[int, ...]:
-        """Token ids of a text as an answer has it: without special tokens around it."""
+        """Token ids of a text as part of an answer: without surrounding special tokens."""
         ...
 
     def token_bytes(self, token: int) -> bytes:
@@ -235,88 +233,89 @@ class Encoder(Protocol):
         ...
 
     def answer_reader(self, tools: Sequence[Mapping[str, object]], reasoning: Reasoning) -> AnswerReader:
-        """A reader of the answer to a chat with these tools, whose prompt has done this about reasoning."""
+        """A reader for the answer to a chat with these tools. reasoning: the state of reasoning at the end of its prompt."""
         ...
 
     def hidden_tokens(self, *, split: bool, tools: bool, stop: Sequence[str]) -> HiddenTokens:
-        """The special tokens that the text of an answer leaves out: all but those of its stop strings, and of the markers that
-        a reader looks for where the answer is split (with tools: of calls too, in which nothing is left out)."""
+        """The special tokens that the text of an answer omits: all except those of its stop strings and, if the answer is
+        split, of the markers that a reader looks for (with tools: also of calls, inside which nothing is omitted)."""
         ...
 
     def constraint(self, grammar: Grammar, reasoning: Reasoning) -> Constraint:
-        """What keeps an answer within a grammar, which begins after the model's reasoning. reasoning: see EncodedChat; CLOSED
-        for a plain text. Raises BadRequest naming the grammar's field where it cannot be compiled."""
+        """Keeps an answer within a grammar, which begins after the model's reasoning. reasoning: see EncodedChat; CLOSED for
+        plain text. Raises BadRequest naming the grammar's field if it cannot be compiled."""
         ...
 
     @property
     def binds_calls(self) -> bool:
-        """Whether the model's format for calls has a grammar here."""
+        """Whether there is a grammar for the model's tool call format."""
         ...
 
     def call_grammar(
         self, tools: Sequence[Mapping[str, object]], *, several: bool, otherwise: Grammar | None = None
     ) -> Grammar:
-        """The grammar of answers that call these tools, once or several times, or are what `otherwise` says. Raises BadRequest
-        where the model's format for calls has none here."""
+        """The grammar of answers that call these tools, once or several times, or that satisfy `otherwise`. Raises BadRequest
+        if there is no grammar for the model's tool call format."""
         ...
 
     def free_call_grammar(self, tools: Sequence[Mapping[str, object]], strict: Collection[str]) -> Grammar:
-        """The grammar of answers of any text, in which calls are of these tools, with arguments that are valid for those that
-        `strict` names. Raises BadRequest as `call_grammar`."""
+        """The grammar of answers with any text, in which tool calls use these tools, with valid arguments for the tools named
+        by `strict`. Raises BadRequest as `call_grammar`."""
         ...
 
 
 class DraftSwitch(Protocol):
-    """What the lifecycle sees of the engine. Futures resolve on the engine's thread, between rounds."""
+    """The engine as the lifecycle sees it. Futures resolve on the engine thread, between rounds."""
 
     @property
     def active(self) -> int:
-        """The id of the adapter that drafts now; BARE_DRAFT (0): none."""
+        """The id of the adapter that currently drafts; BARE_DRAFT (0): none."""
         ...
 
     def stage(self, ref: AdapterRef | None) -> Future[Staged]:
-        """Load and check an adapter aside (None: the bare draft). Raises AdapterRefused through the future."""
+        """Load and check an adapter without serving it (None: the base draft). Raises AdapterRefused through the future."""
         ...
 
     def switch(self, staged: Staged) -> Future[None]:
-        """Serve with it from the next round on."""
+        """Serve the staged draft from the next round on."""
         ...
 
     def round_seconds(self, step: float = 1.0) -> tuple[float, ...] | None:
-        """Seconds of a round of one request that drafts 1, 2, ... tokens, as measured; None where the draft length is fixed or
-        nothing has been measured. step: how many times the serving draft's a draft step costs. Callable from any thread."""
+        """Measured seconds of a round of one request that drafts 1, 2, ... tokens; None if the draft length is fixed or nothing
+        has been measured. step: the cost of a draft step as a multiple of the current draft's. May be called from any thread.
+        """
         ...
 
 
 class MemoryLender(Protocol):
-    """Serving, as far as it lends memory to training: one loan at a time."""
+    """Lends serving's memory to training, one loan at a time."""
 
     def lend(self, wanted: int, least: int) -> Future[int]:
-        """Lend up to `wanted` bytes that no request uses; cached prefixes give way. Returns the bytes that are lent; 0 where
-        fewer than `least` could be."""
+        """Lend up to `wanted` bytes that no request uses; cached prefixes are evicted for it. Returns the bytes lent; 0 if
+        fewer than `least` are available."""
         ...
 
     def take_back(self) -> None:
-        """The loan is over: serving uses that memory again. Idempotent; from any thread."""
+        """End the loan: serving uses that memory again. Idempotent. May be called from any thread."""
         ...
 
     @property
     def loan_needed(self) -> bool:
-        """Whether requests wait for memory that is lent. From any thread."""
+        """Whether requests wait for memory on loan. May be called from any thread."""
         ...
 
 
 class Staged(Protocol):
-    """A draft that is loaded and checked, not yet serving."""
+    """A draft that is loaded and checked but not serving yet."""
 
     @property
     def adapter(self) -> int:
-        """The id of the adapter that was loaded; BARE_DRAFT (0): none."""
+        """The id of the loaded adapter; BARE_DRAFT (0): none."""
         ...
 
 
 class GenerationSink(Protocol):
-    """Where the engine hands finished generations: lifecycle.recorder. Must return at once."""
+    """Receives finished generations from the engine (lifecycle.recorder). Must return at once."""
 
     def record(self, generation: Generation) -> None:
         """Queue a finished generation for the log."""
@@ -324,36 +323,36 @@ class GenerationSink(Protocol):
 
 
 class RoundObserver(Protocol):
-    """Where the engine reports prompts and rounds: metrics. `rounds` has one entry per row; seconds is the round's wall
-    time. Of a prompt's `tokens`, `reused` were held already."""
+    """Receives the engine's reports of prompts and rounds, for metrics. `rounds` has one entry per row; `seconds` is the
+    round's wall time."""
 
     def prompt_read(self, tokens: int, reused: int) -> None:
-        """A prompt's prefill is over: it had `tokens`, of which `reused` came from the prefix cache."""
+        """A prompt of `tokens` tokens has been prefilled, `reused` of them from the prefix cache."""
         ...
 
     def prefix_read(self, tokens: int) -> None:
-        """So many tokens' keys and values were read from the prefix cache's files."""
+        """The keys and values of `tokens` tokens were loaded from the prefix cache's files."""
         ...
 
     def observe(self, rounds: Sequence[Round], seconds: float) -> None:
-        """A round of the batch is over."""
+        """A round of the batch has ended."""
         ...
 
     def preempted(self) -> None:
-        """A request went back to the queue because memory ran out."""
+        """A request was preempted because memory ran out."""
         ...
 
     def failure_cases(self, ties: int, others: int) -> None:
-        """A generation is recorded with so many failure cases that are ties, and others."""
+        """A generation was recorded with `ties` failure cases that are ties, and `others` that are not."""
         ...
 
     def draft_failed(self, adapter: int) -> None:
-        """The draft failed in a round while `adapter` served: it raised, or its logits were not finite."""
+        """The draft failed in a round while `adapter` served: it raised an error, or its logits were not finite."""
         ...
 
 
 class JobHandle(Protocol):
-    """A child process at work. Messages are the JSON objects it wrote, oldest first."""
+    """A running child process. Messages are the JSON objects it has written, oldest first."""
 
     @property
     def pid(self) -> int:
@@ -373,7 +372,7 @@ class JobHandle(Protocol):
         ...
 
     def stop(self, grace_seconds: float) -> None:
-        """End it: politely, then by force. Returns when it is gone."""
+        """End it: politely, then by force. Returns when it has ended."""
         ...
 
 
@@ -386,42 +385,42 @@ class Launcher(Protocol):
 
 
 class Doorkeeper(Protocol):
-    """Who calls, by what they send: an API key, or, where no key was ever made, the token of the home folder. Every method but
+    """Authenticates callers by an API key or, if no key was ever created, by the token of the home folder. Every method except
     `log_in` and `log_out` returns at once."""
 
     @property
     def without_key(self) -> Caller:
-        """Who calls without a key."""
+        """The caller without a key."""
         ...
 
     @property
     def several(self) -> bool:
-        """Whether there is, or was, more than one key."""
+        """Whether more than one key exists or existed."""
         ...
 
     def by_key(self, secret: str) -> Caller | None:
-        """Who has this key, or token; None: nobody."""
+        """The caller with this key or token; None if it is invalid."""
         ...
 
     def by_session(self, secret: str) -> Caller | None:
-        """Whose session of the page this is; None: nobody's."""
+        """The caller of this page session; None if it is invalid."""
         ...
 
     def log_in(self, key: str) -> str | None:
-        """Open a session of the page with a key; its secret. None where the key opens nothing. Raises StoreError."""
+        """Open a page session with a key. Returns its secret, or None if the key is invalid. Raises StoreError."""
         ...
 
     def log_out(self, session: str) -> None:
-        """End a session of the page. Idempotent. Raises StoreError."""
+        """End a page session. Idempotent. Raises StoreError."""
         ...
 
 
 class Operator(Protocol):
-    """What an operator may ask of the lifecycle: the API and the CLI see the supervisor through this."""
+    """The operator's commands to the lifecycle, implemented by the supervisor for API and CLI."""
 
     def request_training(self, idempotency_key: str | None, practice_minutes: float | None = None) -> TrainingRun:
-        """Force one run. practice_minutes: on text that the target writes, for so long; None: on what was logged. The same key
-        returns the same run. Raises Conflict when a run is under way, BadRequest when nothing has been recorded yet."""
+        """Force a run. practice_minutes: for how long, on text that the target writes; None: on logged texts. The same key
+        returns the same run. Raises Conflict if a run is in progress, BadRequest if nothing has been recorded yet."""
         ...
 
     def run(self, run_id: int) -> TrainingRun:
@@ -433,27 +432,26 @@ class Operator(Protocol):
         ...
 
     def end_run(self, run_id: int) -> TrainingRun:
-        """End a run under way, whichever process of the database does it: its child is stopped, the run ENDED, its texts are
-        free for the next one. Raises NotFound, Conflict when it is over or after the end."""
+        """End an unfinished run, in whichever process of the database it runs: its child is stopped, the run becomes ENDED, and
+        its texts are available to the next run. Raises NotFound, and Conflict if the run is over or after shutdown."""
         ...
 
     def learning(self) -> LearningState:
-        """Whether a run on logged texts starts by itself, and what its gate would ask of it. Raises Conflict without a draft,
-        StoreError."""
+        """Whether runs on logged texts start automatically, and what the gate would require of the next one. Raises Conflict
+        without a draft, StoreError."""
         ...
 
     def gains(self) -> GainsState:
-        """What the adapter that serves was measured to gain against the base draft, or why there is no such figure. Raises
-        StoreError."""
+        """The measured gain of the serving adapter over the base draft, or why there is none. Raises StoreError."""
         ...
 
     def practice(self) -> PracticeState:
-        """Whether practice starts by itself. Returns at once."""
+        """Whether practice starts automatically. Returns at once."""
         ...
 
     def choose_practice(self, on: bool) -> PracticeState:
-        """Let practice start by itself from now on, after a restart too, or not. Off ends a practice run that started by
-        itself, none that was asked for. Raises Conflict where that is fixed or after the end, Unavailable where the choice
+        """Let practice start automatically or not, from now on and after a restart. Turning it off ends an automatic practice
+        run, but not a requested one. Raises Conflict if the setting is fixed or after shutdown, Unavailable if the choice
         cannot be stored, StoreError."""
         ...
 
@@ -462,44 +460,44 @@ class Operator(Protocol):
         ...
 
     def activate(self, adapter_id: int) -> AdapterRef | None:
-        """Serve this adapter (0: the bare draft, returns None). Raises NotFound, Conflict, AdapterRefused."""
+        """Serve this adapter (0: the base draft, returns None). Raises NotFound, Conflict, AdapterRefused."""
         ...
 
     def remove_adapter(self, adapter_id: int) -> AdapterRef:
-        """Delete the files of an adapter that does not serve; one that might have served becomes REMOVED. Raises NotFound,
-        Conflict."""
+        """Delete the files of an adapter that does not serve. One that could have served again becomes REMOVED. Raises
+        NotFound, Conflict."""
         ...
 
     def rollback(self, expected: int | None = None) -> AdapterRef | None:
-        """Back to the active adapter's parent; None is the bare draft. expected: the version that is to be rolled back. Counts
-        as a lost watch: what the adapter learnt from is quarantined and the next run waits. Raises Conflict when the bare draft
-        serves, or another version than expected."""
+        """Return to the active adapter's parent; None is the base draft. expected: the version to roll back. Counts as a lost
+        watch: the texts that the adapter learned from are quarantined and the next run is delayed. Raises Conflict if the base
+        draft or an unexpected version serves."""
         ...
 
     def erase(self, selection: Selection, *, retire_adapters: bool = False) -> Erased:
-        """Delete generations, and have every place forget their texts, before they are written too. A child that may have read
-        one is ended, and its run too. Adapters that learnt one are marked; retire_adapters: all that are marked never serve
-        again. Raises Conflict after the end, Unavailable, TimeoutError, StoreError."""
+        """Delete generations, and drop their texts everywhere, including texts not yet written. A child that may have read one
+        is ended, together with its run. Adapters that learned from one are marked; with retire_adapters, all marked adapters
+        never serve again. Raises Conflict after shutdown, Unavailable, TimeoutError, StoreError."""
         ...
 
 
 class Overview(Protocol):
-    """What the server's page reads of the rows of its pair. Each call reads a bounded number of rows, however many there are.
-    Raises StoreError."""
+    """What the server's page reads of its pair's rows. Each call reads a bounded number of rows. Raises StoreError."""
 
     def history(self, hours: int) -> History:
-        """The last so many hours, or what there is of them."""
+        """The last `hours` hours, or as many as are recorded."""
         ...
 
     def disagreements(self, limit: int) -> list[Disagreement]:
-        """Of the newest failure cases those of which the draft was surest and the target least, one for each pair of tokens."""
+        """Of the newest failure cases, those where the draft was most confident and the target least, one per pair of
+        tokens."""
         ...
 
     def newest_cases(self, limit: int, before: int | None = None) -> list[Disagreement]:
-        """The newest failure cases, near-ties too, newest first; before: of those that were recorded before the one with this
-        id. Cases of other pairs are passed over, as far as the read is bounded."""
+        """The newest failure cases, including near-ties, newest first. before: only those recorded before the case with this
+        id. Cases of other pairs are skipped, within the bound on rows read."""
         ...
 
     def newest_run(self) -> TrainingRun | None:
-        """The newest training run, over or not; None: there was none."""
+        """The newest training run, over or not; None if there was none."""
         ...

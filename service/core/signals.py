@@ -8,8 +8,8 @@ import signal
 def ending_signals() -> tuple[signal.Signals, ...]:
     """SIGTERM, and SIGINT unless this process was started with SIGINT ignored.
 
-    A shell without job control, such as one that runs a script, ignores SIGINT for the commands that it starts in the
-    background, so that Ctrl-C in the script's terminal does not end them. A handler of our own would undo that.
+    A shell without job control, such as one running a script, ignores SIGINT for its background commands, so that Ctrl-C in the
+    script's terminal does not end them. Installing a handler would undo that.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         return (signal.SIGTERM,)

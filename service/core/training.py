@@ -1,4 +1,4 @@
-"""What is learnt from it: adapters, runs, scores and verdicts. An adapter id of 0 means the bare draft."""
+"""The learning side's data: adapters, runs, scores and verdicts. Adapter id 0 means the base draft."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ BARE_DRAFT = 0
 
 
 class AdapterState(StrEnum):
-    """What became of an adapter. BROKEN: it cannot be loaded. REVOKED: it learnt texts that were erased, and an operator wants
-    it never to serve again. REMOVED: it might have served again, and its files were deleted. Which may follow which:
+    """The state of an adapter. BROKEN: it cannot be loaded. REVOKED: it learned from texts that were erased, and an operator
+    has ruled that it never serves again. REMOVED: it could have served again, but its files were deleted. Allowed transitions:
     ADAPTER_MOVES."""
 
     CANDIDATE = "candidate"
@@ -27,7 +27,7 @@ class AdapterState(StrEnum):
 
     @property
     def may_serve(self) -> bool:
-        """Whether it serves now or may serve later. The files of all others are deleted."""
+        """Whether it serves now or may serve later. The files of all other adapters are deleted."""
         return self in {self.CANDIDATE, self.ACTIVE, self.RETIRED, self.ROLLED_BACK}
 
 
@@ -47,12 +47,12 @@ ADAPTER_MOVES: Mapping[AdapterState, frozenset[AdapterState]] = {
     AdapterState.REVOKED: frozenset(),
     AdapterState.REMOVED: frozenset(),
 }
-"""What an adapter may become. A rolled-back adapter serves again only when an operator activates it."""
+"""Allowed transitions of an adapter. A rolled-back adapter serves again only when an operator activates it."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterRef:
-    """One immutable adapter version: a folder in mlx-lm's own format, its hash, and what it was trained on top of."""
+    """One immutable adapter version: a folder in mlx-lm's format, its hash, and its parent."""
 
     id: int
     folder: Path
@@ -61,29 +61,30 @@ class AdapterRef:
     scale: float
     keys: tuple[str, ...]
     draft: str
-    """Fingerprint of the bare draft it belongs to."""
+    """Fingerprint of its base draft."""
     parent: int
     run: int | None
     state: AdapterState
     created_at: datetime
     erased_texts: int | None = None
-    """Texts that it, or an adapter that it was trained on top of, learnt from and that were erased since; None: none."""
+    """Number of texts that it or one of its ancestors learned from and that were erased since; None: none."""
     learnt_from: int = field(default=0, compare=False)
-    """Texts of the log that its run learnt from: new ones, those of the window and replayed ones; erased ones not counted."""
+    """Number of logged texts that its run learned from: new, windowed and replayed ones, not counting erased ones."""
     measured_on: tuple[str, ...] = field(default=(), compare=False)
-    """Kinds of machines whose measured costs had a say in the gate's verdict; empty: none was measured, or there is none."""
+    """Kinds of machines whose measured costs entered the gate's verdict; empty: none was measured, or there is no verdict."""
     target: str | None = None
-    """Fingerprint of the target whose answers it learnt from: it serves with no other. None: of a run that is not known."""
+    """Fingerprint of the target whose answers it learned from. It serves with no other target. None: its run is not known."""
 
 
 class RunState(StrEnum):
-    """How far a training run is, or how it ended. Which may follow which: RUN_MOVES.
+    """The progress or result of a training run. Allowed transitions: RUN_MOVES.
 
-    PROMOTED and REJECTED are verdicts of the gate: the run has used its texts. A run that ends in any other way gives them
-    back. FAILED: it says why it cannot go on (too few examples, NaN). OUT_OF_MEMORY: it does not fit, was killed for memory, or
-    gave memory back that the machine was short of. TIMED_OUT: it worked for longer than its limit. ENDED: from outside, by an
-    operator, a stop of the server, an erasure, or a pause that lasted too long. LOST: its server ended without stopping it, or
-    did not answer any more. CRASHED: its child ended unexpectedly."""
+    PROMOTED and REJECTED are verdicts of the gate: the run has used its texts. A run that ends in any other way releases them.
+    FAILED: it reports why it cannot continue (too few examples, NaN). OUT_OF_MEMORY: it does not fit, was killed for memory, or
+    released memory that the machine was short of. TIMED_OUT: it exceeded its time limit. ENDED: ended from outside, by an
+    operator, a server stop, an erasure, or a pause that lasted too long. LOST: its server ended without stopping it, or no
+    longer responded. CRASHED: its child ended unexpectedly.
+    """
 
     CLAIMED = "claimed"
     TRAINING = "training"
@@ -105,7 +106,7 @@ class RunState(StrEnum):
 
     @property
     def words(self) -> str:
-        """The state as people read it."""
+        """The state in readable form."""
         return self.value.replace("_", " ")
 
     @property
@@ -138,12 +139,12 @@ RUN_MOVES: Mapping[RunState, frozenset[RunState]] = {
     RunState.REJECTED: frozenset(),
     **{state: frozenset[RunState]() for state in RunState if state in _WITHOUT_VERDICT},
 }
-"""Which state may follow which."""
+"""The allowed transitions of a run."""
 
 
 class Trigger(StrEnum):
-    """CASES: enough failure cases. MANUAL: asked for. PRACTICE: nothing is asked, and the run learns from text that the
-    target writes for it; or practice was asked for."""
+    """CASES: enough failure cases. MANUAL: requested. PRACTICE: the run learns from text that the target writes for it, because
+    the server is idle or on request."""
 
     CASES = "cases"
     MANUAL = "manual"
@@ -152,8 +153,8 @@ class Trigger(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a run is. Loss is nats per response position, rates are training tokens per second of wall time. paused: why it
-    is paused; None: it is not. writing: the target writes practice text, which steps and rate are about."""
+    """The progress of a run. Loss is nats per response position, rates are training tokens per second of wall time. paused: why
+    it is paused; None: it is not. writing: the target is writing practice text, to which steps and rate refer."""
 
     step: int = 0
     steps: int = 0
@@ -167,14 +168,14 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
-    """One training run. parent: the adapter it is trained on top of. cases, generations: how many it was given. adapter: the
-    candidate it made; verdict: the gate's, where there was one; error: why it ended without one."""
+    """One training run. parent: the adapter it starts from. cases, generations: the numbers it was given. adapter: the
+    candidate it made; verdict: the gate's, if any; error: why it ended without one."""
 
     id: int
     state: RunState
     trigger: Trigger
     fencing: int
-    """Grows with every claim; a child whose token is not the row's current one may not publish."""
+    """Increases with every claim. A child whose token is not the row's current one may not publish."""
     parent: int
     cases: int
     generations: int
@@ -185,7 +186,7 @@ class TrainingRun:
     created_at: datetime
     finished_at: datetime | None
     owner: str | None = None
-    """The process that does it (store.processes.members); None: a claimed run waits for one."""
+    """The process that runs it (store.processes.members); None: a claimed run waits for one."""
 
     @property
     def texts_given_back(self) -> bool:
@@ -195,8 +196,9 @@ class TrainingRun:
 
 @dataclass(frozen=True, slots=True)
 class PracticeState:
-    """Whether practice starts by itself. fixed: why that cannot be changed while the server runs; None: an operator may. waits:
-    why none started when that was last looked at; None: nothing was against it, a run is under way, or it is off."""
+    """Whether practice starts automatically. fixed: why that cannot be changed while the server runs; None: an operator may
+    change it. waits: why none started at the last check; None: nothing prevented it, a run is in progress, or practice is off.
+    """
 
     on: bool
     fixed: str | None = None
@@ -205,14 +207,15 @@ class PracticeState:
 
 @dataclass(frozen=True, slots=True)
 class LearningState:
-    """Whether a run on logged texts starts by itself, and what its gate would ask of it.
+    """Whether runs on logged texts start automatically, and what the gate would require of the next one.
 
-    waits: why none started when that was last looked at; None: nothing was against it, or a run is under way. refused: runs
-    that the gate has refused since the last promotion. level: of the next gate's test; level_after_promotion: what it would be
-    after a promotion. held_out, held_out_needed: prompts that the next gate could measure on now, and how many it takes.
-    minutes: of runs in the last 24 hours; minutes_per_day: how many there may be. expected_gain: relative gain in speed that
-    the next run is expected to bring, by the last verdicts. against_base: by set, what the gate of the active adapter found of
-    it against the base draft: gain and its two-sided 90 % interval; empty where the base draft serves."""
+    waits: why none started at the last check; None: nothing prevented it, or a run is in progress. refused: runs rejected by
+    the gate since the last promotion. level: significance level of the next gate's test; level_after_promotion: what it would
+    be after a promotion. held_out, held_out_needed: prompts that the next gate could measure on now, and the number it needs.
+    minutes: of runs in the last 24 hours; minutes_per_day: the limit. expected_gain: relative gain in speed expected of the
+    next run, from the last verdicts. against_base: by set, what the gate of the active adapter measured against the base draft:
+    gain and its two-sided 90 % interval; empty if the base draft serves.
+    """
 
     waits: str | None
     refused: int
@@ -230,28 +233,28 @@ class LearningState:
 
 @dataclass(frozen=True, slots=True)
 class RoundCosts:
-    """What rounds of one request cost on a kind of machine. seconds: of rounds that draft 1, 2, ... tokens. more: what each
-    takes beyond that for a draft whose steps cost once more."""
+    """Costs of rounds of one request on a kind of machine. seconds: of rounds that draft 1, 2, ... tokens. more: the additional
+    seconds of each if draft steps cost twice as much."""
 
     seconds: tuple[float, ...]
     more: tuple[float, ...]
 
     def scaled(self, step: float) -> tuple[float, ...]:
-        """With a draft whose steps cost `step` times as much as those that were measured."""
+        """The costs with a draft whose steps cost `step` times as much as the measured ones."""
         return tuple(cost + (step - 1.0) * more for cost, more in zip(self.seconds, self.more, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How one adapter would have done on one logged generation, from a teacher-forced pass of the draft alone.
+    """The estimated result of one adapter on one logged generation, from a teacher-forced pass of the draft alone.
 
-    calls: expected target calls to emit `tokens` output tokens, by draft length: calls[K - 1] with K drafted a round, up to the
-    longest that is served. Without drafts every token is a call, whoever rests. Exact for greedy and seeded rows, but for the
-    one round in which a prompt of a single token joins: nobody in the batch drafts then.
-    agreed: positions where the draft's argmax is the emitted token. domain: the request's tag, empty without one. conversation:
-    equal for turns of one conversation, which are resampled together; empty: one of its own.
-    rounds: logged rounds that this adapter drafted, where the pass says exactly what is accepted. accepted: draft tokens that
-    were accepted in them; predicted: what the pass says of them, from the same starts at the same draft lengths.
+    calls: expected target calls to emit `tokens` output tokens, by draft length: calls[K - 1] with K drafted per round, up to
+    the longest that is served. Without drafts, every token takes one call. Exact for greedy and seeded rows, except for the one
+    round in which a prompt of a single token joins, where no row of the batch drafts. agreed: positions where the draft's
+    argmax is the emitted token. domain: the request's tag, empty without one. conversation: equal for turns of one
+    conversation, which are resampled together; empty: a separate conversation. rounds: logged rounds that this adapter drafted
+    and for which the pass determines exactly what is accepted. accepted: draft tokens that were accepted in them; predicted:
+    the pass's prediction of them, from the same starts at the same draft lengths.
     """
 
     generation: str
@@ -267,13 +270,16 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the gate, or a watch, said. gain: relative change of predicted tokens per second while drafting, candidate over
-    active (watched over what it is compared with), with its two-sided 90 % bootstrap interval over prompts. domains: the same
-    per domain. measured_on: kinds of machines whose measured costs had a say.
+    """The decision of the gate or of a watch.
 
-    Of a gate that tested the candidate: p_value of the hypothesis that it is no better; level: the largest p-value that is
-    promoted; loss_bounded: whether the loss against the base draft is proven to be within the tolerance on the golden set and
-    on every domain that has enough texts, None where there is neither. All None where nothing was tested."""
+    gain: relative change of predicted tokens per second while drafting, candidate over active (for a watch: the watched adapter
+    over its baseline), with its two-sided 90 % bootstrap interval over prompts. domains: the same per domain. measured_on:
+    kinds of machines whose measured costs entered the verdict.
+
+    Only if a gate tested the candidate, otherwise None: p_value, of the hypothesis that it is no better; level, the largest
+    p-value that is promoted; loss_bounded, whether the loss against the base draft is proven to be within the tolerance on the
+    golden set and on every domain with enough texts (None if there is neither).
+    """
 
     promoted: bool
     reason: str

@@ -1,1 +1,1 @@
-"""Making tokens: the accept rules, the batch, the draft, and the one thread that owns every MLX object."""
+"""Token generation: the accept rules, the batch, the draft, and the thread that owns every MLX object."""

@@ -1,7 +1,7 @@
 """The two accept rules of speculative decoding, as pure functions of arrays.
 
-Both are exact. Under rejection sampling the output has the target's distribution. Under the match rule (greedy or seeded rows)
-it is, token by token, what the target alone would choose.
+Both are exact. Rejection sampling yields the target's distribution. The match rule, for greedy or seeded rows, yields token by
+token what the target alone would choose.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from service.engine.sampling import SamplingBatch, choose
 def accept(
     distribution: mx.array, batch: SamplingBatch, noise: mx.array | None, proposal: Proposal | None, key: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """Verify a proposal of K tokens a row (None: K = 0) by each row's own rule.
+    """Verify a proposal of K tokens per row (None: K = 0), each row by its accept rule.
 
     distribution: (B, K+1, V) the target's log-probabilities after the sampling transform. noise: (B, >= K+1, V), shared with
-    the draft; None where no row is seeded. Returns the number of accepted tokens (B,), 0 to K, and the token after them (B,):
-    the corrected or the bonus token.
+    the draft; None if no row is seeded. Returns the number of accepted tokens (B,), 0 to K, and the token after them (B,): the
+    corrected or the bonus token.
     """
     chosen = choose(distribution, None if noise is None else noise[:, : distribution.shape[1]])
     if proposal is None:
@@ -39,10 +39,11 @@ def accept(
 
 
 def finite_positions(logits: mx.array) -> mx.array:
-    """Whether a token can be chosen by logits (..., V), at each position: (...) booleans.
+    """Whether a token can be chosen from logits (..., V), at each position: (...) booleans.
 
-    False where a logit is NaN or +inf, or all are -inf. Single -inf are sound: masked vocabularies have them. The maximum alone
-    tells, because MLX's reduction propagates NaN on every back end, and costs less than a second look at each value.
+    False if a logit is NaN or +inf, or all are -inf. A single -inf is valid, since masked vocabularies contain them. Checking
+    the maximum is sufficient because MLX's reduction propagates NaN on every back end, and it costs less than another pass over
+    all values.
     """
     return mx.isfinite(mx.max(logits, axis=-1))
 
@@ -50,7 +51,7 @@ def finite_positions(logits: mx.array) -> mx.array:
 def emitted_tokens(accepted: mx.array, following: mx.array, drafted: mx.array) -> mx.array:
     """Tokens (B, K+1), of which row b emits the first accepted[b] + 1: its accepted tokens, then the token after them.
 
-    accepted, following: (B,) as `accept` returns them. drafted: (B, K) the proposal.
+    accepted, following: (B,) as returned by `accept`. drafted: (B, K) the proposal.
     """
     padded = mx.concatenate([drafted, following[:, None].astype(drafted.dtype)], axis=1)
     return mx.where(mx.arange(padded.shape[1]) < accepted[:, None], padded, following[:, None])
@@ -59,8 +60,8 @@ def emitted_tokens(accepted: mx.array, following: mx.array, drafted: mx.array) -
 def match(chosen: mx.array, drafted: mx.array, usable: mx.array) -> tuple[mx.array, mx.array]:
     """The match rule: accept proposed tokens as long as they equal the target's choices.
 
-    chosen: (B, K+1) the target's choices: argmax, or Gumbel-max with noise shared with the draft. drafted: (B, K). usable:
-    (B, K) false where nothing was proposed. Returns accepted (B,), 0 to K, and the token after them (B,).
+    chosen: (B, K+1) the target's choices: argmax, or Gumbel-max with noise shared with the draft. drafted: (B, K). usable: (B,
+    K) false where nothing was proposed. Returns accepted (B,), 0 to K, and the token after them (B,).
     """
     matched = mx.cumprod(((chosen[:, :-1] == drafted) & usable).astype(mx.int32), axis=-1)
     accepted = matched.sum(axis=-1)
@@ -73,12 +74,12 @@ def reject(
     """Rejection sampling (Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318).
 
     logp: (B, K+1, V) the target's log-probabilities. logq: (B, K, V) the draft's, after the same transform. drafted: (B, K)
-    tokens drawn from q. usable: (B, K) false where nothing was proposed or q is not a distribution (NaN); such a position is
-    rejected, and the token drawn from p.
+    tokens drawn from q. usable: (B, K) false where nothing was proposed or q is not a distribution (NaN). Such a position is
+    rejected and its token drawn from p.
 
     Token x is accepted when u q(x) < p(x), with an independent uniform u for each position. The token after the first rejection
-    is drawn from max(p - q, 0) normalised, or from p where that is 0 everywhere; after K accepted tokens, from p. Returns
-    accepted (B,) and that token (B,).
+    is drawn from the normalised max(p - q, 0), or from p where that is 0 everywhere. After K accepted tokens it is drawn from
+    p. Returns accepted (B,) and that token (B,).
     """
     rows, k = drafted.shape
     u_key, next_key = mx.random.split(key)

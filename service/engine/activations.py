@@ -1,9 +1,9 @@
-"""Activations: what a model's call computes besides keys and values, launched so that little of it is there at a time.
+"""Limits the memory of activations: what a model's call computes in addition to keys and values.
 
-What is launched takes its memory at once and gives it back when the device has computed what needs it, and MLX lets some ten
-command buffers be under way (mlx/transforms.cpp, `eval_impl`). A prefill of 2,048 tokens took 2 to 11 GB so, by how far the
-host was ahead of the device (docs/results/memory.md). So it is launched a few layers at a time, two such parts at most
-(`Strategy.part`).
+Launched work allocates its memory at once and frees it when the device has finished with it, and MLX allows about ten command
+buffers in flight (mlx/transforms.cpp, `eval_impl`). A prefill of 2,048 tokens therefore took 2 to 11 GB, depending on how far
+the host was ahead of the device (docs/results/memory.md). Calls are now launched a few layers at a time, with at most two such
+parts in flight (`Strategy.part`).
 """
 
 from __future__ import annotations
@@ -20,20 +20,24 @@ from service.engine import device
 from service.engine.strategy import current
 
 AT_A_TIME = 2
-"""Parts that are launched at a time: the device computes one while the host describes the next."""
+"""Parts in flight: the device computes one while the host builds the next."""
 TIMES = 2.0
-"""What a layer computes as a multiple of what its matrices give: norms, activations, rotated queries and sums are as much."""
+"""Activations of a layer as a multiple of its matrices' outputs. Norms, activation functions, rotated queries and sums take as
+much again."""
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
-"""Names that mlx-lm's models have for the experts that a token goes through."""
+"""The names that mlx-lm's models use for the number of experts per token."""
 
 
 @dataclass(slots=True)
 class Activations:
-    """Of a model. token: bytes a token, of all layers. layers: parts in which a call can be launched. copies: bytes of all
-    layers' quantised matrices, but experts', at the precision of what they are multiplied with. held: bytes a token that stay
-    until the whole call is computed: what recurrent layers read, which is recorded (`recurrent`). states: bytes a token of the
-    recurrent states of one layer: without a kernel they are computed one after another, and all are held until the layer's
-    output is computed from them."""
+    """The activation memory of a model.
+
+    token: bytes per token, over all layers. layers: parts in which a call can be launched. copies: bytes of all layers'
+    quantised matrices, except experts', at the precision of their inputs. held: bytes per token that stay until the whole call
+    is computed: the inputs of recurrent layers, which are recorded (`recurrent`). states: bytes per token of one layer's
+    recurrent states. Without a kernel they are computed one after another, and all are held until the layer's output is
+    computed.
+    """
 
     token: int
     layers: int
@@ -45,14 +49,14 @@ class Activations:
 
     @classmethod
     def of(cls, model: nn.Module) -> Activations:
-        """From the shapes of its matrices, but for the output head, which a prefill does not need."""
+        """Computed from the shapes of a model's matrices, without the output head, which a prefill does not need."""
         layers = cast("list[nn.Module]", getattr(model, "layers", ()))
         chosen = _chosen(model)
         outputs = copies = size = 0
         for module in (each for layer in layers for each in cast("list[Any]", layer.modules())):
             if (weight := module.get("weight")) is None or weight.ndim < 2:
                 continue
-            # Scales of some quantised matrices have eight bits.
+            # Some quantised matrices have 8-bit scales.
             size = max(module.get("scales", weight).dtype.size, 2)
             outputs += _outputs(module, weight, chosen) * size
             if "scales" in module and weight.ndim == 2:
@@ -61,29 +65,28 @@ class Activations:
         held = recurrent * argument(model, ("hidden_size", "d_model", "dim")) * size
         if not recurrent or not current().paged:
             return cls(int(TIMES * outputs), len(layers), copies, held, _state_bytes(model) if recurrent else 0)
-        # Beside pages, recurrent states are not in the order of layers: such a call is one part, which has no more copies at a
-        # time.
+        # With pages, recurrent states are not in layer order. Such a call is one part, which holds no more copies at a time.
         return cls(int(TIMES * outputs), 1, copies * min(AT_A_TIME, len(layers)) // len(layers), held)
 
     def call(self, tokens: int) -> int:
-        """Bytes that a call over so many tokens computes, of all layers."""
+        """Bytes that a call over this many tokens computes, over all layers."""
         limit = current().most_uncopied
         return tokens * self.token + (self.copies if limit is not None and tokens > limit else 0)
 
     def parts(self, tokens: int) -> int:
-        """Parts in which a call over so many tokens is launched: of a layer at least."""
+        """Parts in which a call over this many tokens is launched, of at least one layer each."""
         return max(min(-(-self.call(tokens) // current().part), self.layers), 1)
 
     def peak_bytes(self, tokens: int) -> int:
-        """Bytes that are there at a time, about, of calls over so many tokens."""
-        # A CPU is not far behind the host.
+        """Approximate peak bytes of calls over this many tokens."""
+        # On a CPU, the device is not far behind the host.
         parts = self.parts(tokens) if current().launch_ahead else max(self.layers, 1)
         states = 0 if current().launch_ahead else tokens * self.states
         return self.call(tokens) * min(AT_A_TIME, parts) // parts + tokens * self.held + states
 
     def evaluate(self, arrays: Sequence[mx.array], tokens: int, *, wait: bool = True) -> bool:
-        """Evaluate what a call over so many tokens has appended to its cache. arrays: of its layers, in their order. wait:
-        until it is computed; else it may be under way still. Returns whether it is computed."""
+        """Evaluate what a call over this many tokens has appended to its cache. arrays: of its layers, in order. wait: until it
+        is computed; otherwise it may still be in flight. Returns whether it is computed."""
         size = self.call(tokens)
         if not wait and self.unwaited + size <= current().part:
             self.unwaited += size
@@ -98,7 +101,7 @@ class Activations:
             launched.append(arrays[begin:end])
             if parts > 1:
                 device.launch(launched[-1])
-        # A small call comes here when those that were not waited for are a part already.
+        # A small call gets here when the calls not waited for already amount to a part.
         computed = wait or parts == 1
         if computed:
             device.wait(arrays)
@@ -107,7 +110,7 @@ class Activations:
 
 
 def _outputs(module: Any, weight: mx.array, chosen: int) -> int:
-    """Numbers that a matrix gives for a token."""
+    """Outputs of a matrix per token."""
     if isinstance(module, nn.Conv1d):
         return weight.shape[0]
     if weight.ndim == 3:
@@ -116,12 +119,12 @@ def _outputs(module: Any, weight: mx.array, chosen: int) -> int:
 
 
 def _chosen(model: nn.Module) -> int:
-    """Experts that a token goes through."""
+    """Experts per token."""
     return argument(model, CHOSEN) or 1
 
 
 def argument(model: nn.Module, names: Sequence[str]) -> int:
-    """The first of these numbers that a model's arguments have; 0 where they have none."""
+    """The first of these numbers found in a model's arguments; 0 if there is none."""
     for part in (getattr(model, "args", None), getattr(getattr(model, "args", None), "text_config", None)):
         for name in names:
             found = part.get(name) if isinstance(part, dict) else getattr(part, name, None)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
@@ -135,7 +138,7 @@ def _recurrent_layers(model: nn.Module) -> int:
 
 
 def _state_bytes(model: nn.Module) -> int:
-    """Bytes of the largest recurrent state of a layer for one row, from shapes alone."""
+    """Bytes of the largest recurrent state of a layer for one row, from shapes only."""
     caches = make_prompt_cache(model)
     model(mx.zeros((1, 1), dtype=mx.int32), cache=caches)
     states = [part for cache in caches for part in _states(cache)]
@@ -143,6 +146,6 @@ def _state_bytes(model: nn.Module) -> int:
 
 
 def _states(cache: object) -> list[ArraysCache]:
-    """The recurrent states among the parts of a layer's cache."""
+    """The recurrent states in a layer's cache."""
     parts = cache.caches if isinstance(cache, CacheList) else (cache,)
     return [part for part in parts if isinstance(part, ArraysCache)]

@@ -1,7 +1,7 @@
-"""Loads LoRA adapters for the draft model. A Draft, the bare model or one with an adapter, is immutable.
+"""Loads LoRA adapters for the draft model. A Draft, the base draft or one with an adapter, is immutable.
 
-An adapter's files are validated completely before they are used. Then it is added to copies of the unquantised weights that it
-changes, or kept beside quantised ones (`folding`); all other arrays are shared with the base.
+An adapter's files are validated completely before use. The adapter is then added to copies of the unquantised weights it
+changes, or kept next to quantised ones (`folding`). All other arrays are shared with the base draft.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from service.models.pair import Loaded
 MAX_HEADER = 16 * 2**20
 MAX_RANK = 1024
 HASH_SECONDS = 1e-3
-"""How long a step of loading waits for the hash of the files, which another thread computes: of large ones it takes longer than
-many rounds."""
+"""How long one loading step waits for the hash of the files, which another thread computes. Hashing large files takes longer
+than many rounds."""
 MISSING = (FileNotFoundError, NotADirectoryError)
-"""What says that a file is not there. Other errors of reading, such as too many open files, say nothing against an adapter."""
+"""Errors that mean a file does not exist. Other read errors, such as too many open files, do not count against an adapter."""
 _DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A draft model ready to serve. adapter: the id of its adapter, BARE_DRAFT (0) for none. ref: where its files are."""
+    """A draft model ready to serve. adapter: the id of its adapter, BARE_DRAFT (0) for none. ref: the location of its files."""
 
     adapter: int
     model: nn.Module
@@ -54,7 +54,7 @@ def bare(model: nn.Module) -> Draft:
 
 
 def served(loaded: Loaded) -> Draft:
-    """The bare draft, with its head cut to the reduced vocabulary in its folder, if there is one. Raises ModelError."""
+    """The base draft, with its head cut to the reduced vocabulary in its folder, if there is one. Raises ModelError."""
     ids = vocabulary.read(loaded.folder)
     if ids is None:
         return bare(loaded.model)
@@ -64,25 +64,26 @@ def served(loaded: Loaded) -> Draft:
 
 
 def load_steps(base: nn.Module, ref: AdapterRef, fingerprint: str) -> Iterator[Draft | None]:
-    """Load an adapter in small steps, so that the caller can decode in between. Yields None after each step, the Draft last.
+    """Load an adapter in small steps, so that the caller can decode in between. Yields None after each step and finally the
+    Draft.
 
-    base: the bare draft model, which does not change. fingerprint: its own. Raises AdapterRefused for damaged or altered files,
-    another base, and tensors that are missing, unknown, not finite or of another shape.
+    base: the base draft model, which is not changed. fingerprint: of the base draft. Raises AdapterRefused for damaged or
+    altered files, another base draft, and tensors that are missing, unknown, not finite or of the wrong shape.
     """
     config = read_config(ref, fingerprint)
     header = read_header(ref.folder / "adapters.safetensors")
     hashed: Future[str] = Future()
-    # Nobody waits for it where loading is abandoned.
+    # A daemon thread: nothing waits for it if loading is abandoned.
     Thread(target=_hash, args=(ref.folder, hashed), name="redraft-hash", daemon=True).start()
     while wait([hashed], HASH_SECONDS).not_done:
         yield None
     if hashed.result() != ref.sha256:
-        raise AdapterRefused(f"adapter {ref.id}: its files are not the ones that were registered (hash differs)")
+        raise AdapterRefused(f"adapter {ref.id}: its files differ from the registered ones (hash mismatch)")
     yield None
 
     model = shallow_copy(base)
-    # LoRA layers begin with random values, which nobody computes: from one state to the next their graph would grow with every
-    # load. All that samples has keys of its own.
+    # LoRA layers start with random values that are never computed. Without a fixed seed, the graph of the random state would
+    # grow with every load. Everything that samples uses separate keys.
     mx.random.seed(0)
     try:
         linear_to_lora_layers(model, len(cast("list[object]", base.layers)), config)
@@ -94,18 +95,18 @@ def load_steps(base: nn.Module, ref: AdapterRef, fingerprint: str) -> Iterator[D
         if name.rsplit(".", 1)[-1] in {"lora_a", "lora_b"}
     }
     if not expected:
-        raise AdapterRefused(f"adapter {ref.id}: its keys name no layer of this draft")
+        raise AdapterRefused(f"adapter {ref.id}: its keys match no layer of this draft")
     _compare(ref.id, expected, header)
 
     weights: dict[str, mx.array] = mx.load(str(ref.folder / "adapters.safetensors"))  # pyright: ignore[reportAssignmentType]
     for name, array in weights.items():
         if not device.read(mx.isfinite(array.astype(mx.float32)).all())[0]:
-            raise AdapterRefused(f"adapter {ref.id}: {name} holds values that are not finite")
+            raise AdapterRefused(f"adapter {ref.id}: {name} contains non-finite values")
         yield None
     model.load_weights(list(weights.items()), strict=False)
     yield from fold(model)
     try:
-        # An adapter without a reduced vocabulary uses the base's.
+        # An adapter without a reduced vocabulary uses the base draft's.
         if (ids := vocabulary.read(ref.folder)) is not None:
             cut(model, ids)
     except ModelError as error:
@@ -118,12 +119,12 @@ def load_steps(base: nn.Module, ref: AdapterRef, fingerprint: str) -> Iterator[D
 def _hash(folder: Path, future: Future[str]) -> None:
     try:
         future.set_result(folder_sha256(folder))
-    except Exception as error:  # noqa: BLE001  (loading waits for the future, and raises it)
+    except Exception as error:  # noqa: BLE001  (raised by the loading step that waits for the future)
         future.set_exception(error)
 
 
 def load(base: nn.Module, ref: AdapterRef, fingerprint: str) -> Draft:
-    """Load an adapter at once. Parameters and errors as for `load_steps`."""
+    """Load an adapter in one go. Parameters and errors as for `load_steps`."""
     for draft in load_steps(base, ref, fingerprint):
         if draft is not None:
             return draft
@@ -131,7 +132,7 @@ def load(base: nn.Module, ref: AdapterRef, fingerprint: str) -> Draft:
 
 
 def read_config(ref: AdapterRef, fingerprint: str) -> dict[str, Any]:
-    """The LoRA parameters of adapter_config.json. Raises AdapterRefused where they are not the registered ones."""
+    """The LoRA parameters in adapter_config.json. Raises AdapterRefused if they differ from the registered ones."""
     try:
         config = json.loads((ref.folder / "adapter_config.json").read_text())
         lora = config["lora_parameters"]
@@ -148,7 +149,7 @@ def read_config(ref: AdapterRef, fingerprint: str) -> dict[str, Any]:
     if dropout != 0.0:
         raise AdapterRefused(f"adapter {ref.id}: dropout must be 0 when serving")
     if not isinstance(keys, list) or sorted(map(str, keys)) != sorted(ref.keys):
-        raise AdapterRefused(f"adapter {ref.id}: its keys are not the registered ones")
+        raise AdapterRefused(f"adapter {ref.id}: its keys differ from the registered ones")
     if not based_on == ref.draft == fingerprint:
         raise AdapterRefused(f"adapter {ref.id}: it was trained on another draft model")
     return {"rank": rank, "scale": float(scale), "dropout": 0.0, "keys": set(map(str, keys))}
@@ -176,7 +177,7 @@ def read_header(file: Path) -> Mapping[str, tuple[int, ...]]:
             if entry["dtype"] not in _DTYPES:
                 raise AdapterRefused(f"{file.name}: {name} has dtype {entry['dtype']}, expected a float type")
             if min(shape, default=0) < 0 or end - start != math.prod(shape) * _DTYPES[entry["dtype"]]:
-                raise AdapterRefused(f"{file.name}: {name}'s bytes are not those of its shape")
+                raise AdapterRefused(f"{file.name}: the size of {name} does not match its shape")
             spans.append((start, end))
             shapes[name] = shape
         cursor = 0
@@ -196,7 +197,7 @@ def _compare(adapter: int, expected: Mapping[str, tuple[int, ...]], found: Mappi
     if missing:
         raise AdapterRefused(f"adapter {adapter}: {len(missing)} tensors are missing, such as {min(missing)}")
     if unknown:
-        raise AdapterRefused(f"adapter {adapter}: {len(unknown)} tensors are unknown here, such as {min(unknown)}")
+        raise AdapterRefused(f"adapter {adapter}: {len(unknown)} tensors are unknown, such as {min(unknown)}")
     for name, shape in expected.items():
         if tuple(shape) != found[name]:
             raise AdapterRefused(f"adapter {adapter}: {name} has shape {found[name]}, expected {tuple(shape)}")

@@ -1,12 +1,12 @@
-"""Attention of a few new tokens a row over rows of unlike lengths in pages: a CUDA kernel of our own.
+"""A custom CUDA kernel for attention of a few new tokens per row over paged rows of different lengths.
 
-MLX on CUDA hands attention under a mask to cuDNN, which makes a plan for every new shape, 35 to 50 ms each
-(mlx/backend/cuda/scaled_dot_product_attention.cpp, `sdpa_cudnn`), and its own vector kernel takes no masks. This kernel takes
-each row's length instead of a mask, and any shape. Metal's kernels take masks of any shape
+MLX on CUDA passes masked attention to cuDNN, which builds a plan for every new shape, at 35 to 50 ms each
+(mlx/backend/cuda/scaled_dot_product_attention.cpp, `sdpa_cudnn`). MLX's vector kernel accepts no masks. This kernel takes each
+row's length instead of a mask, and any shape. Metal's kernels accept masks of any shape
 (mlx/backend/metal/scaled_dot_product_attention.cpp).
 
-mlx-lm's models call `scaled_dot_product_attention` of `mlx_lm.models.base`, which they import by name: `route` puts a function
-in its place that hands on whatever is not a call of this kind.
+mlx-lm's models import `scaled_dot_product_attention` from `mlx_lm.models.base` by name. `route` replaces it with a function
+that passes on all other calls.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ from service.engine.kernels import cuda_kernel
 from service.engine.strategy import PAGE
 
 MOST, LONG, FEWER = 256, 4096, 64
-"""New tokens a row; over rows of more than LONG positions only FEWER: cuDNN reads more faster, which repays its plans."""
+"""Maximum new tokens per row; only FEWER over rows of more than LONG positions, where cuDNN is fast enough to repay its
+plans."""
 FEW = 32
-"""New tokens a row of calls that come again (`replay`)."""
+"""Maximum new tokens per row of calls whose shapes repeat (`replay`)."""
 _ROUTED = "attention_is_routed"
-"""Attribute of a model: what `route` has found."""
+"""Attribute of a model that caches the result of `route`."""
 QUERIES = 16
-"""Queries of a block (tokens times query heads that share one head of keys and values): the rows of a tensor core's product."""
+"""Queries of a block (tokens times the query heads that share a head of keys and values): the rows of a tensor core product."""
 WIDEST = 128
-"""Dimensions of values that a block accumulates at most."""
+"""Maximum dimensions of values that a block accumulates."""
 THREADS = 256
-"""Of a block, whose 8 warps take 16 keys each at a time."""
+"""Threads of a block. Its 8 warps take 16 keys each at a time."""
 SHARES = 11
-"""Blocks that share a row's keys, at most; a second kernel merges their results, and takes longer the more there are."""
+"""Maximum blocks that share a row's keys. A second kernel merges their results, and takes longer the more there are."""
 SHARE, SHARE_BUSY = 512, 2048
-"""Positions of such a share at least, and where other rows keep the GPU busy."""
+"""Minimum positions of such a share: when the GPU is otherwise idle, and when other rows keep it busy."""
 BUSY = 128
 """Blocks that keep a large GPU busy (an H200 has 132 multiprocessors)."""
 GATHER_THREADS = 64
-"""Of a block of the kernel that copies pages."""
+"""Threads of a block of the kernel that copies pages."""
 
 
 @cache
@@ -70,11 +71,13 @@ def _constant(value: float, kind: mx.Dtype) -> mx.array:
 
 @dataclass(frozen=True, slots=True)
 class RowCall:
-    """What the newest N tokens of B rows attend to. keys: (pages, heads, PAGE, dims), values: (pages, heads, PAGE, width), the
-    pool's. starts: (B,), int32, the position of each row's first query. table: (B, W), int32, the numbers of each row's pages.
-    window: latest positions that a query sees, its own among them; 0: all up to its own. written: what `write_in_place`
-    returned, where it has written the keys. fresh: keys and values (B, heads, N, ...) of the N tokens, where there are no
-    others."""
+    """The arguments of attention for the newest N tokens of B rows.
+
+    keys: (pages, heads, PAGE, dims), values: (pages, heads, PAGE, width), the pool's. starts: (B,), int32, the position of each
+    row's first query. table: (B, W), int32, the numbers of each row's pages. window: number of latest positions that a query
+    sees, including its own; 0: all up to its own. written: the result of `write_in_place`, if it has written the keys. fresh:
+    keys and values (B, heads, N, ...) of the N tokens, if there are no others.
+    """
 
     keys: mx.array
     values: mx.array
@@ -86,12 +89,12 @@ class RowCall:
 
     @property
     def capacity(self) -> int:
-        """Positions for which the table has room."""
+        """Positions that the table can hold."""
         return self.table.shape[1] * PAGE
 
 
 def fits(queries: mx.array, call: RowCall) -> bool:
-    """Whether the kernel computes calls of such arrays: half precision, up to 256 dimensions of keys, no long prefill."""
+    """Whether the kernel supports these arrays: half precision, up to 256 key dimensions, no long prefill."""
     dims, width = call.keys.shape[3], call.values.shape[3]
     same = queries.dtype == call.keys.dtype == call.values.dtype
     if queries.shape[2] > (MOST if call.capacity <= LONG else FEWER):
@@ -102,8 +105,8 @@ def fits(queries: mx.array, call: RowCall) -> bool:
 def gather_pages(
     pool: mx.array, table: mx.array, ends: mx.array, width: int, written: mx.array | None = None
 ) -> mx.array:
-    """The first `width` positions of each row, (B, heads, width, dims), from its pages; zeros from ends[b] on and where the row
-    has no page (page 0), so that nothing is read that is not the row's. written: what `write_in_place` returned last."""
+    """The first `width` positions of each row, (B, heads, width, dims), from its pages. Zeros from ends[b] on and for missing
+    pages (page 0), so that nothing outside the row is read. written: the last result of `write_in_place`."""
     rows, (_, heads, _, dims), count = table.shape[0], pool.shape, -(-width // PAGE)
     if written is None:
         pages = pool[table[:, :count]].swapaxes(1, 2).reshape(rows, heads, count * PAGE, dims)[:, :, :width]
@@ -121,7 +124,7 @@ def gather_pages(
 
 
 def row_attention(queries: mx.array, call: RowCall, *, scale: float, sinks: mx.array | None = None) -> mx.array:
-    """Attention (B, H, N, width) of queries (B, H, N, dims), by the kernel. sinks: (H,), a score of each head that has no
+    """Attention (B, H, N, width) of queries (B, H, N, dims), computed by the kernel. sinks: (H,), a score per head that has no
     value."""
     keys, values = call.keys, call.values
     rows, many, count, dims = queries.shape
@@ -134,8 +137,8 @@ def row_attention(queries: mx.array, call: RowCall, *, scale: float, sinks: mx.a
     splits = max(min(max(SHARES, BUSY // blocks), (capacity - 1) // least), 1)
     template = [("T", kind), ("HALF", kind == mx.float16), ("D", dims), ("V", width), ("VC", chunk), ("G", share)]
     template += [("WINDOW", call.window), ("SINKS", sinks is not None)]
-    # In the order in which models project them, which rope keeps. Only queries that are not are copied, never keys or values:
-    # a copy could be made before they are written in place.
+    # The layout in which models project queries, which RoPE preserves. Only queries in another layout are copied, never keys or
+    # values: a copy could be made before they are written in place.
     laid_out = mx.contiguous(queries.swapaxes(1, 2))
     shape = (rows, count, many)
     own_sinks = keys if sinks is None else sinks.astype(kind)
@@ -164,7 +167,7 @@ def row_attention(queries: mx.array, call: RowCall, *, scale: float, sinks: mx.a
 
 
 def masked_attention(queries: mx.array, call: RowCall, *, scale: float, sinks: mx.array | None = None) -> mx.array:
-    """`row_attention` by MLX's own attention under a mask, where there is no such kernel."""
+    """`row_attention` with MLX's masked attention, for devices without this kernel."""
     count, window, width, ends = queries.shape[2], call.window, call.capacity, call.starts + queries.shape[2]
     key, query = mx.arange(width), (call.starts[:, None] + mx.arange(count))[:, None, :, None]
     mask = (key <= query) & (key > query - window) if window else key <= query
@@ -186,7 +189,7 @@ def _routed(
     if call is not None:
         on_cpu = mx.default_device().type == mx.cpu
         if on_cpu and queries.shape[2] <= FEW:
-            # Where tests run: the same calls, without the kernel.
+            # Tests on a CPU run the same calls without the kernel.
             return masked_attention(queries, call, scale=scale, sinks=sinks)
         if not on_cpu and fits(queries, call):
             return row_attention(queries, call, scale=scale, sinks=sinks)
@@ -198,10 +201,10 @@ def _routed(
 
 
 def route(model: nn.Module) -> bool:
-    """Let a model's attention over a few tokens a row go through `row_attention` where the cache's layer has a method
-    `row_call`. False where the model has attention of its own. Other models of the family are routed with it, which changes
-    nothing for other caches."""
-    # Going through all modules takes milliseconds, and the cache of every request asks.
+    """Route a model's attention over few tokens per row through `row_attention` if the cache's layer has a method `row_call`.
+    Returns False if the model has a custom attention. Other models of the same family are routed as well, which has no effect
+    with other caches."""
+    # Cached, because visiting all modules takes milliseconds and every request's cache asks.
     known = cast("bool | None", getattr(model, _ROUTED, None))
     if known is not None:
         return known

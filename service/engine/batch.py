@@ -1,4 +1,4 @@
-"""The requests that decode together: their rows in the target's KV cache and in the draft's, and the draft's health."""
+"""The requests that decode together: their rows in the target's and the draft's KV cache, and whether the draft is usable."""
 
 from __future__ import annotations
 
@@ -27,18 +27,20 @@ from service.engine.target import Target
 log = logging.getLogger(__name__)
 
 RETRY = 32
-"""Rounds that a row decodes without the draft after the draft's logits for it were not finite; doubled each time."""
+"""Rounds that a row decodes without the draft after the draft produced non-finite logits for it. Doubled each time."""
 
 
 class Batch:
-    """Rows of one target and one drafter. draft None: the target alone. vocabulary: width of the target's logits. draft_length:
-    tokens that the draft proposes at most. prefill_chunk: tokens of a call in which the draft catches up.
+    """Rows of one target and one drafter.
 
-    A draft that raises is disabled until the next `switch`. Where its logits for a row are not finite, that row alone goes on
-    without it for a while.
+    draft: None for the target alone. vocabulary: width of the target's logits. draft_length: maximum tokens that the draft
+    proposes. prefill_chunk: tokens per call when the draft catches up.
 
-    Where the device gains by batches of few sizes (`strategy`), padding rows fill it up: a request that left becomes one, and
-    one that joins takes its place.
+    A draft that raises an error is disabled until the next `switch`. If its logits for one row are not finite, only that row
+    continues without it for a while.
+
+    Where the device prefers few batch sizes (`strategy`), padding rows fill up the batch. A row that leaves becomes padding,
+    and a joining row replaces a padding row.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class Batch:
         self.target = target
         self.draft_length = draft_length
         self.rows: list[Request] = []
-        """All rows that run, padding rows too."""
+        """All running rows, including padding rows."""
         self._padding = padding_row(draft_length)
         self.cache = target.cache(0)
         self.drafter = make_drafter(draft, vocabulary, self.cache, prefill_chunk) if draft is not None else None
@@ -62,22 +64,22 @@ class Batch:
         for pool in self.pools:
             pool.reclaim = None if prefix is None else partial(prefix.reclaim, pool)
         self.failed = False
-        """The draft raised and is disabled."""
+        """Whether the draft raised an error and is disabled."""
         self.draft_failures = 0
         self.epoch = 0
-        """Counts switches and failures of drafts."""
+        """Number of draft switches and failures so far."""
         self._epochs: list[int] = []
-        """By row, the epoch in which the draft began to prefill it."""
+        """By row: the epoch in which the draft started to prefill it."""
         self._logged = -1
-        """The epoch in which logits that were not finite were last logged."""
+        """The epoch in which non-finite logits were last logged."""
 
     @property
     def adapter(self) -> int:
-        """The id of the adapter that drafts; BARE_DRAFT (0) for the bare draft or none."""
+        """The id of the adapter that drafts; BARE_DRAFT (0) for the base draft or no draft."""
         return self.drafter.draft.adapter if self.drafter is not None else BARE_DRAFT
 
     def switch(self, draft: Draft) -> None:
-        """Draft with another version from now on, for every row. Raises ValueError without a draft."""
+        """Draft with another version from now on, for every row. Raises ValueError if there is no draft."""
         if self.drafter is None:
             raise ValueError("this batch was built without a draft")
         self.drafter.switch(draft)
@@ -88,7 +90,7 @@ class Batch:
             row.draft_failures = row.draft_again = 0
 
     def forget_failures(self) -> None:
-        """Use the draft as if it had not failed yet. Only without rows."""
+        """Enable the draft again and reset the failure count. The batch must be empty."""
         if self.drafter is not None and self.draft_failures:
             self.switch(self.drafter.draft)
         self.draft_failures, self._logged = 0, -1
@@ -100,12 +102,12 @@ class Batch:
 
     @property
     def requests(self) -> list[Request]:
-        """The rows that are no padding."""
+        """The rows that are not padding."""
         return [row for row in self.rows if not row.padding]
 
     @property
     def pools(self) -> list[Pool]:
-        """Where target and draft take pages, if rows are in pages."""
+        """The page pools of target and draft, if keys and values are paged."""
         return [self.target.pool] if self.drafter is None else [self.target.pool, self.drafter.pool]
 
     @property
@@ -120,11 +122,11 @@ class Batch:
     # ------------------------------------------------------------------------------------------------ rows come and go
 
     def size(self, requests: int) -> int:
-        """Rows that run where there are so many requests."""
+        """The number of rows that run for this number of requests."""
         return requests if any(cache.states for cache in self._caches) else current().batch_size(requests)
 
     def join(self, ready: Sequence[Prefill]) -> None:
-        """Take rows whose prompts were prefilled, in the places of padding rows or behind the others."""
+        """Add rows with prefilled prompts. They replace padding rows first and are then appended."""
         joining = [row for prefill in ready for row in prefill.rows]
         size = max(self.size(len(self.requests) + len(joining)), len(self.rows))
         free = [i for i in range(size) if i >= len(self.rows) or self.rows[i].padding]
@@ -140,19 +142,19 @@ class Batch:
         for slot, row, epoch in zip(slots, joining, epochs, strict=True):
             row.decode_started_at = row.decode_started_at or time.perf_counter()
             row.acceptance = Acceptance(self.draft_length)
-            # Of one that was preempted: the draft has read it anew.
+            # If it was preempted: the draft has prefilled it again.
             row.draft_failures = row.draft_again = 0
             self.rows[slot], self._epochs[slot] = row, epoch
         self._pad(padding)
 
     def make_room(self, count: int) -> None:
-        """Give every row capacity for `count` positions more, in both caches."""
+        """Allocate capacity for `count` more positions per row in both caches."""
         longest = max(cache.lengths.longest for cache in self._caches)
         for cache in self._caches:
             cache.make_room(longest + count)
 
     def _pad(self, places: Collection[int]) -> None:
-        """Make these rows padding."""
+        """Turn these rows into padding."""
         for i in places:
             self.rows[i] = self._padding
         for cache in self._caches:
@@ -160,22 +162,25 @@ class Batch:
 
     @property
     def constrained(self) -> int:
-        """Requests that have a grammar."""
+        """The number of requests with a grammar."""
         return sum(row.prompt.constraint is not None for row in self.requests)
 
     @property
     def few_constrained(self) -> bool:
-        """So few requests have a grammar that the next round is not launched later for them: no draft step has a mask then, for
-        what it allows depends on tokens that are not read yet."""
+        """Whether so few requests have a grammar that the next round does not wait for them. Draft steps are then not masked,
+        because a mask depends on tokens that are not read yet."""
         return current().launch_ahead and 0 < self.constrained < WAITED_SHARE * len(self.requests)
 
     def stays_without(self, gone: Sequence[Request]) -> bool:
-        """Whether the batch runs as many rows without these, which become padding."""
+        """Whether the batch keeps its size without these rows, which then become padding."""
         return self.size(len(self.requests) - len(gone)) == len(self.rows)
 
     def remove(self, gone: Sequence[Request], *, under_way: bool = False, tight: bool = False) -> list[Request]:
-        """Take rows out, finished or not; what was verified of them goes into the prefix cache. under_way: a round over them
-        is, so that nothing is waited for. tight: those that stay keep no spare memory. Returns the rows taken."""
+        """Remove rows, finished or not, and insert their verified tokens into the prefix cache. Returns the removed rows.
+
+        under_way: a round over them is pending, so nothing is waited for. tight: release the spare capacity of the remaining
+        rows.
+        """
         indices = {i for i, row in enumerate(self.rows) if any(row is other for other in gone)}
         removed = [self.rows[i] for i in indices]
         for i in indices:
@@ -184,7 +189,7 @@ class Batch:
             else:
                 self._discard(i)
         if self.prefix is not None:
-            # What is still read from MLX copies at the next write.
+            # MLX copies an array on the next write if it is still being read.
             self.prefix.copy(wait=not under_way)
         self._pad(indices)
         padding = [i for i, row in enumerate(self.rows) if row.padding]
@@ -195,7 +200,7 @@ class Batch:
         return removed
 
     def _compact(self, staying: Sequence[int], *, tight: bool) -> None:
-        """Keep these rows, in this order."""
+        """Keep only these rows, in this order."""
         caches = self._caches
         copies = [cache.copy_moved(staying, tight=tight) for cache in caches]
         if moved := [copy for each in copies for copy in each if copy is not None]:
@@ -206,7 +211,7 @@ class Batch:
         self._epochs = [self._epochs[i] for i in staying]
 
     def _discard(self, index: int) -> None:
-        """Leave nothing of a failed row: its slot is used again, and other requests may begin with the same tokens."""
+        """Erase a failed row: its slot is reused, and other requests may begin with the same tokens."""
         row = self.rows[index]
         for cache in self._caches:
             cache.zero_tail(index, 0)
@@ -225,8 +230,8 @@ class Batch:
     # ------------------------------------------------------------------------------------------------- around a round
 
     def draft_views(self, rows: Sequence[Request]) -> list[list[int]]:
-        """Each row's tokens as the draft sees them. A draft step runs over the whole batch: of a row that goes without the
-        draft it reads one token more than its cache holds, two at least, and nothing is proposed there."""
+        """Each row's tokens as the draft sees them. A draft step runs over the whole batch. For a row that does not use the
+        draft, it reads one token more than the row's draft cache holds, at least two, and proposes nothing."""
         if self.drafter is None:
             return [row.tokens for row in rows]
         lengths = self.drafter.cache.lengths.host
@@ -235,8 +240,8 @@ class Batch:
         ]
 
     def truncate(self, step: Step, before: Sequence[int], outcome: Outcome) -> None:
-        """Truncate both caches to the tokens that the rows have after a round. before: each row's tokens before it. What a
-        round launched behind it has written stays behind the rows' ends, unless values of this one are not finite."""
+        """Truncate both caches to the tokens that the rows have after a round. before: the length of each row before it. What a
+        round launched ahead wrote stays past the rows' ends, unless values of this round are not finite."""
         self.truncate_target(outcome)
         if self.drafter is None:
             return
@@ -247,27 +252,28 @@ class Batch:
             cache.truncate(cache.lengths.host)
 
     def truncate_target(self, outcome: Outcome) -> None:
-        """Truncate the target's cache to the tokens that the rows have, and leave nothing behind them that is not finite."""
+        """Truncate the target's cache to the tokens that the rows have, and zero non-finite values past them."""
         self.cache.truncate([len(row.tokens) - 1 for row in self.rows])
         if not outcome.clean:
-            # Attention gives what is behind a row's end no weight, but zero times NaN is NaN. In all rows, because a round that
-            # was launched behind this one, and is dropped, may have spoilt others.
+            # Attention gives positions past a row's end zero weight, but zero times NaN is NaN. All rows are zeroed, because a
+            # dropped round that was launched ahead may have written NaN into others.
             for index, row in enumerate(self.rows):
                 self.cache.zero_tail(index, 0 if row.padding else None)
 
     def _truncate_draft(self, cache: RowCache, plan: Plan, before: Sequence[int], finite: Sequence[bool]) -> None:
-        """The draft wrote its own proposal into its cache, but for the last token. The accepted part stays, unless the draft
-        reads it again; where a look-up took its place nothing of it does, for those were other tokens."""
+        """Truncate the draft's cache. The draft wrote its proposal into it, except the last token. The accepted part stays,
+        unless the drafter reads it again. Where a lookup replaced the proposal, nothing of it stays, because the tokens differ.
+        """
         assert self.drafter is not None
         limits, fed = list[int](), plan.choice.drafted - 1
         rows, visible = plan.rows, [len(tokens) for tokens in plan.visible]
-        # Some may have become padding since.
+        # Rows may have become padding since the round was planned.
         padding = [row.padding for row in self.rows]
         for i, (row, source, old, seen) in enumerate(zip(rows, plan.sources, before, visible, strict=True)):
             if padding[i]:
                 limits.append(PADDING_LENGTH)
             elif not _drafted(row):
-                # A recurrent state cannot be rewound to before the round's first step; those are the row's own tokens.
+                # A recurrent state cannot be restored to before the round's first step. That step read the row's actual tokens.
                 limits.append(seen if cache.states else seen - 1)
             else:
                 fed_own = finite[i] and source is Source.DRAFT and not self.drafter.rereads
@@ -277,7 +283,7 @@ class Batch:
             if finite[index]:
                 continue
             if padding[index]:
-                # Nothing that it holds is missed.
+                # A padding row holds nothing worth keeping.
                 cache.zero_tail(index, 0)
             elif _drafted(row):
                 self._pause_draft(index, row)
@@ -285,7 +291,7 @@ class Batch:
                 cache.zero_tail(index)
 
     def _pause_draft(self, index: int, row: Request) -> None:
-        """Let a row decode without the draft, whose logits for it were not finite, and try again later."""
+        """Let a row whose draft logits were not finite decode without the draft, and retry later."""
         assert self.drafter is not None
         sound = self.drafter.cache.remove_nonfinite(index)
         if not sound and self.prefix is not None:
@@ -295,21 +301,21 @@ class Batch:
         row.draft_failures += 1
         row.draft_again = len(row.rounds) + rounds
         if not sound and len(row.tokens) > self.drafter.catch_up_tokens(len(self.rows)):
-            # The draft would have to read the row again in several rounds, in which no other row could draft.
+            # Catching up would take several rounds in which no other row could draft.
             row.draft_again = sys.maxsize
         self.draft_failures += 1
         if self._logged != self.epoch:
             self._logged = self.epoch
             log.warning(
-                "the draft (adapter %d) gave logits that are not finite: request %s goes on without it for %d rounds",
+                "the draft (adapter %d) produced non-finite logits: request %s continues without it for %d rounds",
                 self.adapter,
                 row.id,
                 rounds,
             )
 
     def disable_draft(self, error: Exception) -> None:
-        """Decode without the draft, which raised `error`, until the next switch. Its keys and values may be as broken as its
-        proposals: the next draft prefills the rows from the start."""
+        """Decode without the draft, which raised `error`, until the next switch. Its keys and values are dropped as unreliable,
+        so the next draft prefills the rows from the start."""
         log.error(
             "the draft (adapter %d) failed; decoding goes on without it until the next switch",
             self.adapter,
@@ -329,5 +335,5 @@ def drafts(row: Request) -> bool:
 
 
 def _drafted(row: Request) -> bool:
-    """The same of the row's last round."""
+    """Whether the draft proposed tokens for a row in its last round."""
     return row.prompt.num_draft_tokens != 0 and len(row.rounds) > row.draft_again

@@ -1,4 +1,4 @@
-"""What rounds cost, in seconds: a table timed at start (`Costs`), corrected by the rounds that are run (`RoundCosts`)."""
+"""The cost of rounds in seconds: a table timed at start-up (`Costs`), corrected by measured rounds (`RoundCosts`)."""
 
 from __future__ import annotations
 
@@ -10,32 +10,36 @@ from statistics import median
 from typing import NamedTuple
 
 USUALLY_HELD = 200
-"""Positions that a row is taken to hold where costs are wanted without a batch at hand."""
+"""Positions per row that are assumed when costs are needed without a batch."""
 LENGTHS = (1, 3, 7, 15)
-"""Proposal lengths up to which rounds are corrected together, and at which a draft may stop: a target call over one token more
-fills tiles of four positions."""
+"""Upper bounds of the groups of proposal lengths that are corrected together, and the lengths at which a draft may stop: a
+target call over one token more fills tiles of four positions."""
 _BOUNDS = (0, *LENGTHS)
 LEAST_SECONDS = 1e-6
-"""Of any round."""
+"""Minimum seconds of any round."""
 FIRST, ESTABLISHED = 3, 8
-"""The median of a kind's first rounds is its correction, from so many rounds on, until there were so many."""
+"""A kind's correction is the median of its first rounds: available after FIRST rounds, final after ESTABLISHED."""
 ONCE = 1.5
-"""First rounds that take so many times the second fastest did something that is done once, such as compiling."""
+"""First rounds that take this factor more than the second fastest are ignored: they included one-time work such as
+compilation."""
 DRIFT = 0.05
 """Weight of a later round in the corrections."""
 STALE = 256
-"""Timed rounds after which the correction of a kind that was not among them is forgotten for the first time."""
+"""Timed rounds after which a kind's correction is first forgotten, if none of them was of this kind."""
 SPEEDUP_DECAY = 1 - 1 / 256
-"""Weight of a round in the estimated speed-up one round later."""
+"""Factor by which a round's weight in the estimated speed-up decays per round."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The batch of a round. rows: their number. held: positions of the longest row (attention reads every row that far).
-    unread: tokens of all rows that the draft must read before it can draft. left: tokens that a row may still emit, on average.
-    prompted: prompt tokens for each token that may be generated. ragged: rows are of unlike lengths. lags: the draft must catch
-    up in a call of its own before it can draft. alone: no round can be launched behind one over it that was not read;
-    drafts_alone: none behind one that drafts."""
+    """The batch of a round.
+
+    rows: number of rows. held: positions of the longest row (attention reads every row that far). unread: tokens of all rows
+    that the draft must read before it can draft. left: tokens that a row may still emit, on average. prompted: prompt tokens
+    per token that may be generated. ragged: rows have different lengths. lags: the draft needs a separate catch-up call before
+    it can draft. alone: no round can be launched before a round over this batch was read; drafts_alone: the same only after
+    rounds that draft.
+    """
 
     rows: int
     held: int
@@ -50,10 +54,13 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds. verify: of a target call over empty rows, by (rows, tokens of each). step: of a draft step over empty rows, by
-    rows. verify_held: what a target call takes more for each position of each row, by tokens. step_held: the same of a draft
-    step. read: of one token that the draft only reads, among many. alone: what a target call takes more, by rows, where the one
-    before it has to be read first, as look-ups need it; empty: nothing. Between and beyond what was timed, lines."""
+    """Costs in seconds, interpolated linearly between and beyond the timed points.
+
+    verify: a target call over empty rows, by (rows, tokens per row). step: a draft step over empty rows, by rows. verify_held:
+    extra cost of a target call per position of each row, by tokens. step_held: the same for a draft step. read: one token that
+    the draft only reads, among many. alone: extra cost of a target call, by rows, if the previous call must be read first, as
+    prompt lookup requires; empty: none.
+    """
 
     verify: Mapping[tuple[int, int], float]
     step: Mapping[int, float]
@@ -63,7 +70,7 @@ class Costs:
     alone: Mapping[int, float] = field(default_factory=dict[int, float])
 
     def call(self, load: Load, tokens: int) -> float:
-        """Seconds of one target call over `tokens` tokens of each row."""
+        """Seconds of one target call over `tokens` tokens per row."""
         by_rows: dict[int, dict[int, float]] = {}
         for (rows, count), seconds in self.verify.items():
             by_rows.setdefault(rows, {})[count] = seconds
@@ -75,7 +82,7 @@ class Costs:
         return line(self.step, load.rows) + load.rows * load.held * self.step_held
 
     def round(self, load: Load, drafted: int) -> float:
-        """Seconds of a round: `drafted` draft steps and one target call over drafted + 1 tokens of each row."""
+        """Seconds of a round: `drafted` draft steps and one target call over drafted + 1 tokens per row."""
         return self.call(load, drafted + 1) + (drafted * self.draft(load) if drafted else 0.0)
 
     def scaled(self, ratio: float) -> Costs:
@@ -85,7 +92,7 @@ class Costs:
 
 
 def line(points: Mapping[int, float], at: int) -> float:
-    """Linear between the neighbouring points, and on beyond the ends; a single point is a constant."""
+    """Linear between the neighbouring points, extrapolated beyond the ends. A single point is a constant."""
     known = sorted(points)
     if len(known) == 1 or at in points:
         return points.get(at, points[known[0]])
@@ -95,8 +102,8 @@ def line(points: Mapping[int, float], at: int) -> float:
 
 
 class Kind(NamedTuple):
-    """Rounds whose costs are corrected together. rows: their number's bits. drafted, proposed: which of LENGTHS suffices, where
-    a draft may stop; tokens where all are looked up."""
+    """Rounds whose costs are corrected together. rows: bit length of their number. drafted, proposed: index of the group of
+    LENGTHS, where a draft may stop; without a draft, proposed is the number of tokens."""
 
     rows: int
     drafted: int
@@ -117,8 +124,8 @@ class Kind(NamedTuple):
         return self.drafted > 0, self.proposed > 0
 
     def distance(self, other: Kind) -> tuple[int, int, bool] | None:
-        """How far apart two kinds are, the number of rows first. None where one tells nothing about the other: they do other
-        things (plain, drafted, looked up), or the numbers of their rows differ by more than a bit in length."""
+        """Distance between two kinds, number of rows first. None if one says nothing about the other: they do different things
+        (plain, drafted, looked up), or the bit lengths of their numbers of rows differ by more than one."""
         rows = abs(self.rows - other.rows)
         if rows > 1 or self.sort != other.sort:
             return None
@@ -127,9 +134,9 @@ class Kind(NamedTuple):
 
 @dataclass(slots=True)
 class Correction:
-    """What rounds of one kind take, as a multiple of what the seeds say. seen: number of the timed round in which one was seen
-    last. patience: rounds after which it is forgotten; they double, because a few slow rounds may have made a kind look dear
-    for ever, and a kind that is dear must not be tried too often."""
+    """The measured time of rounds of one kind, as a multiple of the seeds. seen: number of the timed round in which the kind
+    last occurred. patience: rounds after which the correction is forgotten. It doubles each time: a few slow rounds must not
+    make a kind look expensive for ever, but an expensive kind must not be retried too often."""
 
     first: list[float] = field(default_factory=list[float])
     factor: float | None = None
@@ -138,28 +145,28 @@ class Correction:
 
 
 class Speedup:
-    """Tokens that recent rounds emitted, for each that plain decoding would have emitted in the same time."""
+    """Tokens emitted by recent rounds, per token that plain decoding would have emitted in the same time."""
 
     def __init__(self) -> None:
         self._emitted = self._plain = 0.0
 
     def observe(self, emitted: int, plain: float) -> None:
-        """Count a round. emitted: its tokens. plain: those of as many rounds without a proposal as take its time."""
+        """Count a round. emitted: its tokens. plain: the tokens of plain rounds that take the same time."""
         self._emitted = SPEEDUP_DECAY * self._emitted + emitted
         self._plain = SPEEDUP_DECAY * self._plain + plain
 
     @property
     def value(self) -> float:
-        """The estimate; 0 before the first round. From any thread."""
+        """The estimate; 0 before the first round. May be read from any thread."""
         return self._emitted / self._plain if self._plain else 0.0
 
 
 class RoundCosts:
-    """Expected seconds of whole rounds. most: tokens of the longest proposal.
+    """Expected seconds of whole rounds. most: maximum length of a proposal.
 
-    Calls timed alone are another program than a round, so each kind of round costs what its first ones took. After that its
-    cost is corrected against a round of another kind just before or after: what slows the whole machine, such as a training
-    run, slows both.
+    Separately timed calls differ from a whole round, so the cost of each kind of round is set by its first rounds. Later rounds
+    correct it relative to a neighbouring round of another kind: whatever slows the whole machine, such as a training run, slows
+    both.
     """
 
     def __init__(self, seeds: Costs, most: int) -> None:
@@ -172,14 +179,14 @@ class RoundCosts:
         self._lines: dict[int, list[tuple[float, float]]] = {}
         self._corrections: dict[Kind, Correction] = {}
         self._nearest: dict[Kind, Correction | None] = {}
-        """By kinds that were asked for, the nearest one that was timed."""
+        """By requested kind, the nearest one that was timed."""
         self._timed = 0
         self._level = 1.0
         """The median of all corrections, for kinds without one."""
         self._speed = 1.0
-        """What rounds of all kinds take lately, as a multiple of what is expected of them."""
+        """Recent time of rounds of all kinds, as a multiple of the expected time."""
         self._before: tuple[Correction, float] | None = None
-        """The kind of the round before, and what it took as a multiple of what was expected."""
+        """The kind of the previous round, and its time as a multiple of the expected time."""
 
     def seconds(self, load: Load, drafted: int, proposed: int) -> float:
         """Expected seconds of a round with `drafted` draft steps and proposals of up to `proposed` tokens, at the machine's
@@ -187,8 +194,8 @@ class RoundCosts:
         return self._seed(load, drafted, proposed) * self._factor(Kind.of(load, drafted, proposed))
 
     def extra(self, load: Load, shorter: int, longer: int) -> float:
-        """Seconds by which a round that drafts `longer` tokens exceeds one that drafts `shorter`. By the seeds: corrections of
-        two kinds differ by as much as a token costs."""
+        """Extra seconds of a round that drafts `longer` tokens over one that drafts `shorter`. Uses the seeds, because the
+        corrections of two kinds differ by as much as a token costs."""
         return (self._seed(load, longer, longer) - self._seed(load, shorter, shorter)) * self._level
 
     def read(self) -> float:
@@ -196,16 +203,16 @@ class RoundCosts:
         return self.seeds.read * self._level
 
     def plain_rounds(self, load: Load, seconds: float) -> float:
-        """How many rounds without a proposal take so many seconds now."""
+        """The number of plain rounds that currently take this long."""
         return seconds / (self._speed * self.seconds(load, 0, 0))
 
     def established(self, load: Load, drafted: int, proposed: int) -> bool:
-        """Whether enough rounds of this kind were timed to go by them."""
+        """Whether enough rounds of this kind were timed to rely on them."""
         known = self._corrections.get(Kind.of(load, drafted, proposed))
         return known is not None and known.factor is not None
 
     def observe(self, load: Load, drafted: int, proposed: int, seconds: float | None) -> None:
-        """Learn from a whole round. seconds: None where it did other work besides."""
+        """Learn from a whole round. seconds: None if it included other work."""
         if seconds is None:
             self._before = None
             return
@@ -232,8 +239,8 @@ class RoundCosts:
         self._before = (known, surprise)
 
     def _factor(self, kind: Kind) -> float:
-        """A kind that was not timed is taken to be as much dearer than the seeds say as the nearest that does the same. Else as
-        rounds usually are, or as plain ones over so many rows, for what made those dear makes it dear."""
+        """The correction of a kind: its own, or that of the nearest kind that does the same. Without either, the larger of the
+        usual correction and that of plain rounds over as many rows, because what slows those slows this kind too."""
         own, plain = self._timed_factor(kind), self._timed_factor(kind._replace(drafted=0, proposed=0))
         return own if own is not None else self._level if plain is None else max(plain, self._level)
 
@@ -249,7 +256,7 @@ class RoundCosts:
         return None if nearest is None else nearest.factor
 
     def _set_level(self) -> None:
-        """Kinds have become known, or were forgotten."""
+        """Update after kinds have become known or were forgotten."""
         self._nearest.clear()
         known = [each.factor for each in self._corrections.values() if each.factor is not None]
         self._level = median(known) if known else 1.0
@@ -262,19 +269,19 @@ class RoundCosts:
                 self._before = None
 
     def _seed(self, load: Load, drafted: int, proposed: int) -> float:
-        """What the seeds say that a round takes."""
-        # Interpolated anew for every choice they took 0.1 ms, which is much where a round takes 3.
+        """The time of a round according to the seeds."""
+        # Cached, because interpolating for every choice took 0.1 ms, which is significant when a round takes 3 ms.
         lines = self._lines.get(load.rows) or self._interpolated(load.rows)
         empty, held = lines[proposed + 1]
         if drafted:
             empty, held = empty + drafted * lines[0][0], held + drafted * lines[0][1]
         if self.seeds.alone and (load.alone or (proposed and (not drafted or load.drafts_alone))):
             empty += line(self.seeds.alone, load.rows)
-        # Seeds of few rows, drawn out to many, may fall below nothing.
+        # Seeds of few rows can become negative when extrapolated to many.
         return max(empty + load.held * held, LEAST_SECONDS)
 
     def _interpolated(self, rows: int) -> list[tuple[float, float]]:
-        """Seconds over empty rows, and more for each position held: of a draft step, then of a call over 1, 2, ... tokens."""
+        """Seconds over empty rows, and the increase per position held: of a draft step, then of calls over 1, 2, ... tokens."""
         empty, one = Load(rows, 0), Load(rows, 1)
         sums = [(self.seeds.draft(empty), self.seeds.draft(one))]
         sums += [(self.seeds.call(empty, n), self.seeds.call(one, n)) for n in range(1, self._most + 2)]
@@ -283,5 +290,5 @@ class RoundCosts:
 
 
 def _clipped(ratio: float) -> float:
-    """A single round tells no more than that something is half or twice as dear."""
+    """Limits the influence of a single round to half or double."""
     return min(max(ratio, 0.5), 2.0)

@@ -1,7 +1,7 @@
-"""Speculative decoding of a batch: plan a round, launch it, read it, give the rows their tokens.
+"""Speculative decoding of a batch: plan a round, launch it, read it, and append tokens to the rows.
 
-Single-threaded, without text, queues or clocks beyond the rows' own: the engine's thread feeds it, offline tools drive it
-directly, and the tests compare it with a target decoding alone.
+The decoder is single-threaded and knows no text, queues or clocks. The engine thread feeds it, offline tools drive it directly,
+and the tests compare its output with the target's alone.
 """
 
 from __future__ import annotations
@@ -41,11 +41,14 @@ log = logging.getLogger(__name__)
 class Decoder:
     """A batch of rows that decode together.
 
-    vocabulary: width of the target's logits. k: tokens drafted per round (0: the target alone), or, with `adaptive`, at most
-    so many: as many as pay for the batch at hand, where up to `lookup` tokens may also come from prompt look-up.
-    prefill_chunk: prompt tokens of a call; None: as many as suit the device. collect: gather evidence for rows that may be
-    stored. tie_margin: of log-probabilities, below which a failure case is a tie. prefix: the prefix cache. key: of rows that
-    sample without a seed; None: a random one.
+    vocabulary: width of the target's logits.
+    k: draft length of each round (0: the target alone). With `adaptive` it is the maximum: the planner chooses the draft length
+    for the batch, and prompt lookup may propose up to `lookup` tokens.
+    prefill_chunk: prompt tokens per call; None: what suits the device.
+    collect: gather evidence for rows that may be stored.
+    tie_margin: a failure case is a tie when the target's two best log-probabilities differ by less.
+    prefix: the prefix cache.
+    key: random key for rows that sample without a seed; None: a random one.
     """
 
     def __init__(
@@ -91,9 +94,9 @@ class Decoder:
         self.planner: Planner | None = None
         self._seeds: profile.Seeds | None = None
         self._step: Step | None = None
-        """The round under way: launched, not read."""
+        """The pending round: launched, not read yet."""
         self._reports: deque[RoundReport] = deque()
-        """Rounds that were completed because rows were to change, not reported yet."""
+        """Rounds that were completed before the batch changed and are not reported yet."""
         self._completed_at = 0.0
         self._rows_changed = False
 
@@ -104,16 +107,16 @@ class Decoder:
 
     @property
     def adapter(self) -> int:
-        """The id of the adapter that drafts; BARE_DRAFT (0) for the bare draft or none."""
+        """The id of the adapter that drafts; BARE_DRAFT (0) for the base draft or no draft."""
         return self.batch.adapter
 
     @property
     def draft_failures(self) -> int:
-        """How often a draft raised, or gave logits for a row that were not finite."""
+        """How often a draft raised an error or produced non-finite logits for a row."""
         return self.batch.draft_failures
 
     def switch(self, draft: Draft) -> None:
-        """Draft with another version from the next round on. Raises ValueError without a draft."""
+        """Draft with another version from the next round on. Raises ValueError if there is no draft."""
         self._complete_pending()
         self.batch.switch(draft)
         if self.planner is not None:
@@ -122,8 +125,11 @@ class Decoder:
             self.planner.reseed(self._seeds.switch(draft.model))
 
     def profile(self, rows: int, context: int | None = None, timed: Costs | None = None) -> None:
-        """Warm up, and time calls over up to so many rows to seed the costs of rounds. Otherwise the first round times those of
-        its rows. context: tokens of a request, at most; None: not known. timed: costs that were measured before (`timed`)."""
+        """Warm up, and time calls over up to `rows` rows to seed the cost model. Without this call, the first round times the
+        number of rows it has.
+
+        context: maximum tokens of a request; None: not known. timed: costs measured earlier (see the `timed` property).
+        """
         if self.strategy.replay and not self.unfinished:
             warm_up(self, rows, context)
         if self.adaptive:
@@ -137,13 +143,13 @@ class Decoder:
 
     @property
     def timed(self) -> Costs | None:
-        """Costs of rounds with the draft that `profile` found; None where it timed nothing."""
+        """The costs that `profile` measured with the draft; None if it timed nothing."""
         return None if self._seeds is None else self._seeds.timed
 
     @contextmanager
     def unplanned(self) -> Generator[None]:
-        """Rounds in the block draft `draft_length` tokens each and look nothing up. Nothing is left of them: in planner,
-        look-ups and prefix cache, of reports, keys and failures of the draft. No row may be there before or after."""
+        """Within the block, rounds draft `draft_length` tokens each and use no prompt lookup. Afterwards the planner, lookups,
+        prefix cache, reports, keys and draft failures are as before. The batch must be empty before and after."""
         batch, runner = self.batch, self.runner
         before = self.planner, self.adaptive, self.lookup, batch.prefix, self.draft_length, runner.key
         assert not self.unfinished
@@ -158,7 +164,7 @@ class Decoder:
     # ------------------------------------------------------------------------------------------------ rows come and go
 
     def start_prefill(self, row: Request) -> Prefill:
-        """A request's prefill, of all but the prompt's last token."""
+        """The prefill of a request: the whole prompt except its last token."""
         salt, prefix = row.prompt.cache_salt, None if row.unscored else self.batch.prefix
         cached = 0 if prefix is None else self.prefixes.cached_tokens(row.tokens, salt)
         pieces = [] if prefix is None else prefix.find(row.tokens[:-1], self.pace.speed.value, salt)
@@ -167,15 +173,15 @@ class Decoder:
         return Prefill([row], cache, None, self.batch.epoch, reserved=reserved, cached=cached, pieces=pieces)
 
     def preempt(self, prefilling: Sequence[int]) -> list[Request]:
-        """Take the youngest requests out of the batch, but for one, until memory does for the next rounds of the others and for
-        texts of such lengths that prefill; returns them."""
+        """Preempts the newest requests, keeping at least one, until the remaining rows fit in memory for their next rounds,
+        together with prefilling texts of the given lengths. Returns the preempted requests."""
         most = self._next_positions
         running = [len(row.tokens) + most for row in self.rows]
         if not self.rows or self.memory.fits(running, prefilling):
             self.memory.make_room(running, prefilling)
             return []
         if len(self.rows) == 1 and not self.memory.fits([len(self.rows[0].tokens) + most], prefilling, have=0):
-            # Nobody can go, and spare memory would not do either.
+            # No request can leave, and releasing spare memory would not be enough either.
             return []
         self._complete_pending()
         staying, gone = sorted(self.rows, key=lambda row: row.arrived_at), list[Request]()
@@ -189,12 +195,12 @@ class Decoder:
 
     @property
     def _next_positions(self) -> int:
-        """Positions behind a row's end that its next rounds may write: one may be under way, and another be launched behind
-        it."""
+        """Positions past a row's end that its next rounds may write: those of the pending round and of one launched ahead of
+        reading it."""
         return 2 * (1 + max(self.draft_length, self.lookup.max_tokens if self.lookup is not None else 0))
 
     def batch_prompts(self, waiting: Sequence[Prefill], tokens: int, chunk: int | None = None) -> Prefill:
-        """The first of these prompts, with others that can be prefilled in one call of `tokens` tokens with it. chunk: as for
+        """The first of these prompts, together with others that fit into the same call of `tokens` tokens. chunk: as for
         `prefill`."""
         first = waiting[0]
         alike = [each for each in waiting if (each.scored, each.answered) == (first.scored, first.answered)]
@@ -206,9 +212,13 @@ class Decoder:
         return batch_prompts(alike, kinds, self.batch.target, room=tokens, size=size, prefix=prefix, batch_size=rows)
 
     def prefill(self, prefill: Prefill, joining: int = 1, chunk: int | None = None) -> bool:
-        """Prefill the next chunk; True when its rows are ready to join. joining: rows that are to join, these among them.
-        chunk: its tokens; None: `prefill_chunk`. The draft's cache may be at another position than the target's: it loads
-        cached prefixes of its own. Where files hold some of the prompt, a file is read instead."""
+        """Prefill the next chunk. Returns True when its rows are ready to join the batch. If files hold a part of the prompt, a
+        file is loaded instead.
+
+        joining: number of rows about to join, including these. chunk: its tokens; None: `prefill_chunk`.
+
+        The draft's cache may be at another position than the target's, because it loads its cached prefixes separately.
+        """
         size, batch = chunk or self.prefill_chunk, self.batch
         if prefill.pieces and batch.prefix is not None:
             piece, row = prefill.pieces.pop(0), prefill.rows[0]
@@ -229,7 +239,7 @@ class Decoder:
             prefill.ensure_draft_cache(batch.drafter, batch.epoch)
             try:
                 more |= prefill_draft(batch.drafter, prefill, size=size, prefix=batch.prefix)
-            except Exception as error:  # noqa: BLE001  (whatever is wrong with a draft costs speed alone)
+            except Exception as error:  # noqa: BLE001  (a broken draft must only cost speed)
                 batch.disable_draft(error)
         if not more:
             for row in prefill.rows:
@@ -247,7 +257,7 @@ class Decoder:
         return self.planner.prefills(Load(rows, longest, prompted=prefill_ratio(prefill.rows), ragged=rows > 1))
 
     def join(self, ready: Sequence[Prefill]) -> None:
-        """Take rows whose prompts were prefilled into the batch, all at once, but those that ended with their prompts."""
+        """Add rows with prefilled prompts to the batch, all at once. Rows that ended with their prompts are left out."""
         ended = [row for prefill in ready for row in prefill.rows if row.finish is not None]
         ready = [prefill for prefill in ready if any(row.finish is None for row in prefill.rows)]
         if ready:
@@ -256,12 +266,12 @@ class Decoder:
             self.batch.join(ready)
         for row in ended:
             row.decode_started_at = row.decode_started_at or time.perf_counter()
-        # Rows that were prefilled in one call share its caches.
+        # Rows that were prefilled in one call share its caches, so ended rows may have joined.
         if joined := [row for row in ended if any(row is other for other in self.rows)]:
             self._remove(joined)
 
     def admit(self, *rows: Request) -> None:
-        """Prefill requests' prompts to their ends, those of similar length together, and take them into the batch."""
+        """Prefill the prompts of these requests, batching prompts of similar length, and add the rows to the batch."""
         waiting = [self.start_prefill(row) for row in rows]
         while waiting:
             prefill = self.batch_prompts(waiting, self.prefill_chunk)
@@ -271,7 +281,7 @@ class Decoder:
             waiting = [each for each in waiting if not any(each.rows[0] is row for row in prefill.rows)]
 
     def leave(self, gone: Sequence[Request]) -> None:
-        """Take rows out of the batch, finished or not."""
+        """Remove rows from the batch, finished or not."""
         self._complete_pending()
         self._remove(gone)
 
@@ -281,25 +291,28 @@ class Decoder:
             if self.lookup is not None and row.prompt.store and row.finish is not None and row.error is None:
                 self.lookup.add_output(row.output, row.prompt.cache_salt)
         if not self.rows:
-            # Else the last rows' tokens and stop strings would stay until there are others.
+            # Otherwise the last rows' tokens and stop strings would stay in memory until the next request.
             self.runner.release_rows()
 
     def forget(self) -> None:
-        """Drop what is stored of texts when their requests have ended: cached prefixes, in memory and in files, and what
-        look-ups are found in. None of it says whose it is."""
-        # Requests that have ended may still have a row while a round is under way, and would be stored when it leaves.
+        """Drop everything stored about ended requests: cached prefixes in memory and in files, and the texts of prompt lookup.
+        Nothing is dropped selectively, because none of it records its origin."""
+        # Ended requests may still occupy a row while a round is pending. They would be stored when it leaves.
         self._complete_pending()
         if self.lookup is not None:
             self.lookup.forget()
-        # Last: its files may be such that they cannot be removed.
+        # Last, because removing its files may fail.
         self.prefixes.forget()
 
     # ------------------------------------------------------------------------------------------------------- one round
 
     def round(self, joining: int = 0) -> RoundReport:
-        """Propose, verify and emit, once for all rows. Rows that finished have left when it returns, or, where another round
-        was under way already, when the next one does. joining: rows about to join. Raises what the target raises; what the
-        draft raises is logged and costs speed alone."""
+        """Propose, verify and emit once for all rows.
+
+        Finished rows have left the batch on return, or, if another round was already launched, when the next call returns.
+        joining: number of rows about to join. Raises what the target raises; errors of the draft are logged and only cost
+        speed.
+        """
         if self._reports:
             return self._reports.popleft()
         self.batch.make_room(self._next_positions)
@@ -318,33 +331,35 @@ class Decoder:
 
     @property
     def unfinished(self) -> bool:
-        """Whether `round` has something to do or to report."""
+        """Whether `round` has work or a report."""
         return bool(self.rows or self._reports)
 
     @property
     def reports_pending(self) -> bool:
-        """`round` has something to report without running anything."""
+        """Whether `round` can report something without running anything."""
         return bool(self._reports)
 
     def _complete_pending(self) -> None:
-        """Complete the round under way, if any, because rows are about to change; `round` reports it later."""
+        """Finishes the pending round before the batch changes. Its report is queued, and the next call to `round` returns
+        it."""
         if self._step is not None:
             step, self._step = self._step, None
             self._reports.append(self._complete(step, None, None))
 
     def _complete(self, step: Step, ahead: Step | Called | None, joining: int | None) -> RoundReport:
-        """Wait for a round and give its rows their tokens. ahead: the round launched behind it. joining: as for `round`, where
-        the next one may be launched before the host is done; None: not before rows have changed."""
+        """Wait for a round and append its tokens to the rows. ahead: the round that was launched after it. joining: as for
+        `round`, which allows the next round to be launched before the host has finished; None: the rows are about to change, do
+        not launch."""
         launched = step
         step, outcome = self.runner.read(launched)
         plan = step.plan
         if step is not launched or not outcome.clean:
-            # The round ahead was computed from values that are not finite.
+            # The round launched ahead was computed from non-finite values.
             ahead = None
         failed = tuple(plan.rows[i] for i in outcome.failing(plan.rows))
         for row in failed:
             row.fail()
-        # Rows that ended in the round before this one, which was under way by then, get nothing of it.
+        # Rows that ended in the previous round, while this one was pending, get no tokens from it.
         live = [i for i, row in enumerate(plan.rows) if row.finish is None]
         before, sources = [len(row.tokens) for row in plan.rows], plan.sources
         deltas = tuple(
@@ -362,7 +377,7 @@ class Decoder:
         self._observe(step, report, timed=self._times_one_round(step, ahead))
         ended = [row for row in self.rows if row.finish is not None]
         if len(ended) == len(self.rows):
-            # A round that was launched for rows all of which have ended is dropped.
+            # Drop a round that was launched for rows that have all ended.
             ahead = None
         if ended and (ahead is None or self.batch.stays_without(ended)):
             self._remove(ended, under_way=ahead is not None)
@@ -378,7 +393,7 @@ class Decoder:
         return report
 
     def _decide(self, called: Called) -> Step | None:
-        """The round of a call that was launched behind another. None where the draft has failed in it."""
+        """Completes the launch of a target call that was launched ahead. Returns None if the draft failed in it."""
         try:
             return self.runner.decide(called)
         except Exception as error:
@@ -388,7 +403,7 @@ class Decoder:
             return None
 
     def _observe(self, step: Step, report: RoundReport, *, timed: bool) -> None:
-        """Let the planner learn from a round. timed: its seconds are those of one round."""
+        """Update the planner from a round. timed: `report.seconds` is the time of one round."""
         plan, rounds = step.plan, report.rounds
         if self.planner is None or not rounds:
             return
@@ -397,7 +412,7 @@ class Decoder:
         emitted = tokens / len(rounds)
         self.planner.charge(plan.load, plan.choice, report.seconds, emitted, drafted=step.drafted)
         if len(rounds) == len(plan.requests) and (step.drafted or not plan.choice.drafted):
-            # Positions behind the end of a text count neither as proposed nor as accepted; padding has none.
+            # Positions past the end of a text count neither as proposed nor as accepted. Padding rows have no positions.
             newest = iter(rounds)
             counts = [(0, 0) if row.padding else ((last := next(newest)).drafted, last.accepted) for row in plan.rows]
             proposed, accepted = [drafted for drafted, _ in counts], [accepted for _, accepted in counts]
@@ -407,10 +422,13 @@ class Decoder:
             plan.steps.observe(accepted, proposed)
 
     def _times_one_round(self, step: Step, ahead: Step | None) -> bool:
-        """Whether the time since the round before was read is that of one round. Of a pipeline not the first one, nor the last;
-        nor one before another kind of round: MLX lets few launches wait for the device (mlx/transforms.cpp,
-        `MAX_ACTIVE_TASKS`), so that the host reads a round when part of the next one has run. Rounds that are always by
-        themselves propose something."""
+        """Whether the time since the previous round was read is the time of one round.
+
+        In a pipeline this holds neither for the first round nor for the last, nor for a round followed by one of another kind.
+        MLX limits how many launches may wait for the device (mlx/transforms.cpp, `MAX_ACTIVE_TASKS`), so the host reads a round
+        when part of the next one has already run. Without a pipeline, only rounds that propose something, or that are never
+        launched ahead, are timed.
+        """
         if not self.strategy.launch_ahead:
             return True
         if ahead is None:
@@ -418,30 +436,32 @@ class Decoder:
         return step.follows and ahead.plan.choice == step.plan.choice
 
     def _may_launch_ahead(self, joining: int) -> bool:
-        """Whether the next round may be launched while the host is still at this one."""
+        """Whether the next round may be launched while the host still processes this one."""
         return self.strategy.launch_ahead and not joining and not self.batch.cache.states
 
     @property
     def _alone(self) -> bool:
-        """No round over these rows is launched before the one before it was read: for what grammars force, because logits
-        depend on what was said, or because recurrent states depend on how many tokens stay."""
+        """Whether every round over these rows must wait until the previous one was read: grammars may force tokens, logits may
+        depend on earlier tokens, or recurrent states depend on the number of accepted tokens."""
         waits = self._waits_for_grammars or self._waits_for_tokens or bool(self.batch.cache.states)
         return self.strategy.launch_ahead and waits
 
     @property
     def _drafts_alone(self) -> bool:
-        """The same behind a drafted round: what a grammar allows the draft, and the noise of a seed, depend on the tokens."""
+        """Whether a round must wait after a drafted round: a grammar's mask for the draft and the noise of a seed depend on the
+        emitted tokens."""
         seeded = any(not row.prompt.sampling.greedy and row.prompt.sampling.seed is not None for row in self.rows)
         return self.strategy.launch_ahead and (seeded or self._many_grammars)
 
     @property
     def _waits_for_grammars(self) -> bool:
-        """So many rows have a grammar that what it forces, and look-ups for them, are worth a wait."""
+        """Whether enough rows have a grammar that forced tokens and prompt lookup for them are worth a wait."""
         return self._many_grammars and self.lookup is not None and self.strategy.fits(len(self.batch.rows), 1)
 
     @property
     def _waits_for_tokens(self) -> bool:
-        """Some row's next logits depend on all of its tokens: penalties, bad words and least lengths (`history`)."""
+        """Whether the next logits of some row depend on all of its tokens: penalties, bad words and minimum lengths
+        (`history`)."""
         return any(row.by_history for row in self.rows)
 
     @property
@@ -449,12 +469,12 @@ class Decoder:
         return self.batch.constrained > 0 and not self.batch.few_constrained
 
     def _launch_after(self, step: Step, joining: int) -> Step | Called | None:
-        """Launch a round behind one that was not read yet. None where the batch will be smaller, where look-ups or grammars are
-        waited for, or where the draft would first have to read what it has missed."""
+        """Launch a round before `step` was read. Returns None if the batch will shrink, if prompt lookup or grammars need the
+        tokens first, or if the draft would have to catch up first."""
         plan, rows, requests = step.plan, list(self.batch.rows), self.rows
         if not self._may_launch_ahead(joining) or (plan.choice.proposed and not step.drafted):
             return None
-        # Every row gets one token at least of the round that is not read yet.
+        # Every row gets at least one token from the unread round.
         ending = [row for row in requests if row.finish or row.emitted + 1 >= row.prompt.sampling.max_tokens]
         if ending and not self.batch.stays_without(ending):
             return None
@@ -471,13 +491,13 @@ class Decoder:
         return self.runner.launch_after(step, plan)
 
     def _choose_after(self, step: Step, load: Load) -> Choice | None:
-        """What to propose behind a round that was not read yet, where its rows have no look-up; None: that is not known yet."""
+        """What to propose after a round that was not read yet and in which no row uses prompt lookup. None: not known yet."""
         plan = step.plan
         if not step.drafted:
-            # Plain rounds between drafted ones are so many that one can be timed, which the first and the last of a pipeline
-            # cannot: one that follows a drafted one, or another, has one more behind it.
+            # Plain rounds come in runs long enough that one of them can be timed. The first and the last of a pipeline cannot:
+            # a plain round after a drafted one, or after one that was not launched ahead, gets another one after it.
             if any(len(row.rounds) + 1 == row.draft_again for row in self.rows):
-                # The draft is tried again for a row that went on without it.
+                # The draft is due to be retried for a row that continued without it.
                 return None
             more = self.planner is None or self.planner.stay_parked() or not step.follows or step.second
             return plan.choice if more else None
@@ -492,7 +512,7 @@ class Decoder:
         return self.planner.choose(load, [None] * len(rows), [row.acceptance for row in rows])
 
     def _plan(self, joining: int) -> Plan:
-        """Plan a round over the rows as they are."""
+        """Plan a round over the rows as they are now."""
         started_at, batch, rows, requests = time.perf_counter(), self.batch, self.batch.rows, self.rows
         visible, drafter = batch.draft_views(rows), batch.drafter
         unread, lags = (0, False) if drafter is None else (drafter.unread(visible), drafter.lags(visible))
@@ -522,7 +542,7 @@ class Decoder:
         return Plan(list(rows), visible, load, choice, found, matches, steps, irregular, started_at)
 
     def _limit(self, rows: Sequence[Request]) -> int:
-        """The most tokens that any of these wants drafted."""
+        """The largest draft length that any of these rows asks for, rounded down to an allowed one."""
         limits = [row.prompt.num_draft_tokens for row in rows if drafts(row)]
         wanted = max((self.draft_length if limit is None else limit for limit in limits), default=0)
         if wanted >= self.draft_length:
@@ -532,8 +552,8 @@ class Decoder:
     def _choose(
         self, rows: Sequence[Request], load: Load, joining: int
     ) -> tuple[Choice, list[LookupProposal | None], list[Match | None]]:
-        """What to propose, and each row's look-up. Where rows are about to join, nothing is drafted that would not pay with
-        them."""
+        """What to propose, and each row's prompt lookup. When rows are about to join, a draft must also pay in the larger
+        batch."""
         if self.adaptive and self.planner is None:
             self.profile(len(self.rows))
         if self.planner is None:
@@ -552,7 +572,7 @@ class Decoder:
         return choice, found, matches
 
     def _pays_with(self, joining: int, load: Load) -> bool:
-        """Whether drafts pay in the batch that so many rows are about to join."""
+        """Whether drafts pay once `joining` more rows have joined the batch."""
         assert self.planner is not None
         return self.planner.pays(replace(load, rows=self.batch.size(len(self.rows) + joining), ragged=True))
 
@@ -562,8 +582,8 @@ class Decoder:
         return self.lookup.propose(rows, possible=self.strategy.fits(len(rows), 1), forced=forced)
 
     def _waits(self, found: Sequence[LookupProposal | None]) -> bool:
-        """Whether the next round is launched after this one was read: for look-ups, for what grammars force, or because logits
-        depend on what was said."""
+        """Whether the next round is launched only after this one was read: for prompt lookup, for tokens that grammars force,
+        or because logits depend on earlier tokens."""
         if self._waits_for_grammars or self._waits_for_tokens:
             return True
         return self.lookup is not None and self.lookup.waits(found, len(self.rows))

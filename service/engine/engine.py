@@ -1,4 +1,4 @@
-"""The engine that the MLX thread runs: a decoder, the bare draft, and the limits and text functions of the models."""
+"""What the engine thread runs: a decoder, the base draft, and the limits and text functions of the models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from service.engine.request import Detokenizer, Request, TextStream
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Built on the MLX thread. base: the bare draft, None without one. context: tokens of a prompt and its answer, at most."""
+    """Built on the engine thread. base: the base draft, None without a draft model. context: maximum tokens of a prompt and its
+    answer."""
 
     decoder: Decoder
     base: Draft | None
@@ -26,23 +27,24 @@ class Engine:
     """Bytes of the models."""
 
     def memory(self) -> Memory:
-        """What is allocated. From any thread."""
+        """What is allocated. May be called from any thread."""
         return replace(
             device.memory(), weights=self.weights, kv=self.decoder.memory.kv_bytes, prefix=self.decoder.prefixes.nbytes
         )
 
     def check(self, prompt: Prompt) -> None:
-        """Raises BadRequest for an empty prompt, or one that exceeds the context with its answer. From any thread."""
+        """Raises BadRequest for an empty prompt, or if the prompt and its answer exceed the context. May be called from any
+        thread."""
         check_length(prompt, self.context)
 
     def new_request(self, id: str, prompt: Prompt, arrived_at: float) -> Request:
-        """A request for a checked prompt, with its own detokenizer and stop strings. arrived_at: perf_counter."""
+        """A request for a checked prompt, with a new detokenizer and its stop strings. arrived_at: perf_counter."""
         text = TextStream(self.detokenizer(), prompt.sampling.stop, include_stop=prompt.sampling.include_stop)
         return Request(id, prompt, self.eos, text, arrived_at=arrived_at)
 
 
 def check_length(prompt: Prompt, context: int) -> None:
-    """Raises BadRequest for an empty prompt, or one that exceeds a context of so many tokens with its answer."""
+    """Raises BadRequest for an empty prompt, or if the prompt and its answer exceed the context."""
     room = context - len(prompt.tokens)
     if not prompt.tokens:
         raise BadRequest("the prompt is empty", field="prompt")

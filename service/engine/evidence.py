@@ -1,5 +1,5 @@
-"""Evidence of a round, for the log: the target's 32 most likely tokens and their log-probabilities at each emitted position,
-and the probabilities p and q of a rejected token under target and draft."""
+"""The evidence that a round logs: the target's 32 most likely tokens and their log-probabilities at each emitted position, and
+the probabilities p and q of a rejected token under target and draft."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from service.engine.top_logprobs import Floats, Ids, tail_mass, top_logits
 class Evidence:
     """Evidence of one row of a round over n emitted positions; fields as in PositionEvidence.
 
-    p, q: probabilities of the first rejected draft token under target and draft at T = 1; 0 where none was rejected.
+    p, q: probabilities of the first rejected draft token under target and draft at T = 1; 0 if none was rejected.
     """
 
     logprobs: Floats
@@ -38,8 +38,8 @@ class PositionEvidence:
     """Evidence of n positions, on the device.
 
     ids, top: (n, 32) the most likely tokens and their log-probabilities at T = 1. logprobs, sampled: (n,) the emitted token's
-    log-probability at T = 1 and after the sampling transform (0 where greedy). tails: (n,) the log of the probability mass
-    outside `top`. lse: (n,) the logits' log-sum-exp, which stays on the device.
+    log-probability at T = 1 and after the sampling transform (0 if greedy). tails: (n,) the log of the probability mass outside
+    `top`. lse: (n,) the log-sum-exp of the logits, which stays on the device.
     """
 
     ids: mx.array
@@ -53,7 +53,7 @@ class PositionEvidence:
     def of(
         cls, logits: mx.array, distribution: mx.array | None, greedy: mx.array, tokens: mx.array
     ) -> PositionEvidence:
-        """logits: (n, V). distribution: (n, V) log-probabilities after the sampling transform; None where all are greedy.
+        """logits: (n, V). distribution: (n, V) log-probabilities after the sampling transform; None if all rows are greedy.
         greedy: (n,) booleans. tokens: (n,)."""
         ids, top = top_logits(logits.astype(mx.float32))
         lse = logsumexp(logits)
@@ -76,7 +76,7 @@ class RoundEvidence:
     """Evidence of a round over B rows and K proposed tokens, on the device.
 
     positions: all B (K + 1) positions, row by row. p, q: (B, K) probabilities of the proposed tokens under target and draft at
-    T = 1; None where nothing was drafted.
+    T = 1; None if nothing was drafted.
     """
 
     positions: PositionEvidence
@@ -93,7 +93,7 @@ class RoundEvidence:
         drafted: Proposal | None,
     ) -> RoundEvidence:
         """logits: (B, K+1, V) the target's. distribution: (B, K+1, V) after the sampling transform. emitted: (B, K+1). drafted:
-        the draft's proposal, up to K tokens a row."""
+        the draft's proposal, up to K tokens per row."""
         length, width = logits.shape[1:]
         positions = PositionEvidence.of(
             logits.reshape(-1, width),
@@ -110,7 +110,7 @@ class RoundEvidence:
         return cls(positions, p, probabilities(draft_logits, drafted.tokens, logsumexp(draft_logits)))
 
     def arrays(self) -> tuple[mx.array, ...]:
-        """The arrays that the host reads: those of `positions`, then p and q where there are any."""
+        """The arrays that the host reads: those of `positions`, then p and q if present."""
         return (*self.positions.arrays(), *(each for each in (self.p, self.q) if each is not None))
 
 
@@ -127,10 +127,10 @@ def probabilities(logits: mx.array, tokens: mx.array, lse: mx.array) -> mx.array
 def split_rows(
     measured: Sequence[NDArray[Any]], emitted: Sequence[Sequence[int]], drafted: Sequence[Sequence[int]]
 ) -> list[Evidence]:
-    """Each row's evidence, from that of a round which was read with it, so that no further host sync is needed.
+    """Each row's evidence, from a round's evidence that was read together with it, so that no further host sync is needed.
 
-    measured: what the host has of `RoundEvidence.arrays`. emitted: each row's emitted tokens. drafted: each row's tokens that
-    the draft proposed and the target verified.
+    measured: the host's copy of `RoundEvidence.arrays`. emitted: each row's emitted tokens. drafted: each row's tokens that the
+    draft proposed and the target verified.
     """
     pq = measured[5:]
     length = len(measured[0]) // len(emitted)
@@ -151,7 +151,7 @@ def gather_evidence(
     drafted: Sequence[Sequence[int]],
     draft_logits: Sequence[mx.array],
 ) -> list[Evidence]:
-    """Each row's evidence, computed after the round for its emitted positions and rejected tokens only. One more host sync.
+    """Each row's evidence, computed after the round only for its emitted positions and rejected tokens. One more host sync.
 
     logits, distribution, batch: as in RoundEvidence.of. emitted, drafted: as in split_rows. draft_logits: the proposal's.
     """
@@ -173,7 +173,7 @@ def gather_evidence(
         wrong, places = mx.array(list(rejected.values())), [len(emitted[row]) - 1 for row in rejected]
         theirs = mx.stack([draft_logits[place][row, 0] for row, place in zip(rejected, places, strict=True)])
         target_logits = logits[mx.array(list(rejected)), mx.array(places)]
-        # The first rejected token is at the position of the row's last emitted one.
+        # The first rejected token is at the position of the row's last emitted token.
         lse = positions.lse[mx.array(ends[list(rejected)] - 1)]
         pq = [probabilities(target_logits, wrong, lse), probabilities(theirs, wrong, logsumexp(theirs))]
     measured = device.read(*positions.arrays(), *pq)
@@ -186,6 +186,6 @@ def gather_evidence(
 
 
 def _copied(measured: Sequence[NDArray[Any]], at: slice, p: float, q: float) -> Evidence:
-    """The evidence of these positions. Copies: a row that outlasts the others would keep what was read of all of them."""
+    """The evidence of these positions. Copied, because a view would keep what was read for all rows alive."""
     ids, top, logprobs, sampled, tails = (each[at].copy() for each in measured[:5])
     return Evidence(logprobs, sampled, ids, top, tails, p, q)

@@ -17,9 +17,9 @@ from service.models.heads import cut, shallow_copy
 
 
 def fold(model: nn.Module) -> Iterator[None]:
-    """Replace every LoRALinear by the layer that serves, in place; yields after each layer or group of sibling layers.
+    """Replace every LoRALinear by the layer that serves, in place. Yields after each layer or group of sibling layers.
 
-    The adapter is added to unquantised weights. Quantised weights stay as they are, with the adapter's matrices beside them
+    The adapter is added to unquantised weights. Quantised weights stay unchanged, with the adapter's matrices kept separately
     (`LowRankQuantizedLinear`).
     """
     groups: dict[object, list[tuple[str, LoRALinear]]] = {}
@@ -36,7 +36,7 @@ def fold(model: nn.Module) -> Iterator[None]:
             up = [(module.scale * module.lora_b).astype(used) for _, module in group]
             device.wait(add_low_rank(quantised, down, up))
         else:
-            # Alone in its group.
+            # The only layer of its group.
             linear = [group[0][1].fuse()]
             device.wait(linear[0].parameters())
         for (name, _), layer in zip(group, linear, strict=True):
@@ -45,7 +45,7 @@ def fold(model: nn.Module) -> Iterator[None]:
 
 
 def _group(name: str, module: LoRALinear, kind: mx.Dtype) -> object:
-    """Equal for quantised layers that get the same input and whose adapters have one dtype."""
+    """Equal for quantised layers that get the same input and whose adapters have the same dtype."""
     parent, _, leaf = name.rpartition(".")
     family = next((names for names in SIBLINGS if leaf in names), None)
     if family is None or not isinstance(module.linear, nn.QuantizedLinear):
@@ -54,27 +54,27 @@ def _group(name: str, module: LoRALinear, kind: mx.Dtype) -> object:
 
 
 def _adapter_dtype(linear: nn.QuantizedLinear, kind: mx.Dtype) -> mx.Dtype:
-    # The scales of modes other than affine have eight bits.
+    # Scales of modes other than affine have 8 bits.
     return linear["scales"].dtype if linear.mode == "affine" else kind
 
 
 def _float_dtype(model: nn.Module) -> mx.Dtype:
-    """The dtype in which a model computes: that of its first weights that are not quantised."""
+    """The dtype in which a model computes: that of its first unquantised weights."""
     kinds = (array.dtype for name, array in named_arrays(model.parameters()) if not name.endswith(("lora_a", "lora_b")))
     return next((kind for kind in kinds if mx.issubdtype(kind, mx.floating)), mx.float32)
 
 
 def adapter_bytes(model: nn.Module, rank: int) -> int:
-    """Bytes that an adapter of all linear layers in the model's blocks adds to the weights in memory, from shapes alone."""
+    """Bytes that an adapter of all linear layers in the model's blocks adds to the weights in memory, from shapes only."""
     modules = [module for block in cast("list[nn.Module]", model.layers) for _, module in block.named_modules()]
     return sum(_added_bytes(module, rank) for module in modules)
 
 
 def as_served(model: nn.Module, ids: Sequence[int] | None) -> nn.Module:
     """A copy of a model as the engine serves it: LoRA layers replaced (`fold`), head cut to the reduced vocabulary `ids` (None:
-    whole).
+    not cut).
 
-    The model itself does not change. Raises ModelError for ids that it does not have.
+    The model is not changed. Raises ModelError for ids that it does not have.
     """
     folded = shallow_copy(model)
     deque(fold(folded), maxlen=0)

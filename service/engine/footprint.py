@@ -1,4 +1,4 @@
-"""What a pair takes of the device's memory, from shapes alone: no weight is read."""
+"""The device memory that a pair takes, computed from shapes only: no weights are read."""
 
 from __future__ import annotations
 
@@ -21,28 +21,30 @@ from service.engine.target import Target
 from service.models.arrays import named_arrays
 
 STATES = 3
-"""Times the size of a recurrent state that a row takes: the state, the one that it can be restored to, and the next one while
-it is computed."""
+"""Copies of a recurrent state per row: the state, the one it can be restored to, and the next one during computation."""
 LOGITS = 4
-"""Arrays as wide as the vocabulary that a round holds for each token it verifies or drafts: logits, their distribution, and
-what sampling and evidence make of them."""
+"""Vocabulary-wide arrays per token that a round verifies or drafts: logits, their distribution, and the intermediates of
+sampling and evidence."""
 SCORES = 3
-"""Arrays of attention scores that exist at a time where no kernel computes attention in one pass."""
+"""Arrays of attention scores that coexist if no kernel computes attention in one pass."""
 FUSED_DIMS = frozenset({64, 80, 128})
-"""Widths of heads for which MLX's Metal kernel computes attention over a prompt without storing scores
+"""Head dimensions for which MLX's Metal kernel computes attention over a prompt without storing scores
 (mlx/backend/metal/scaled_dot_product_attention.cpp)."""
 _FLOAT = 4
 CACHE_SHARE = 1 / 8
-"""Of what is free once models are loaded MLX may hold so much of freed memory for reuse (`device.cache_limit` at most)."""
+"""Share of the memory free after loading the models that MLX may keep as freed memory for reuse (`device.cache_limit` at
+most)."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """How the device's memory is divided that weights leave. All in bytes. cache: freed memory that MLX may hold for reuse.
-    activations: of a prefill. adapters: what the adapter that drafts and the next one add to the draft, half of the rest at
-    most; 0 where none is trained. left: what remains. idle: what a training run may take of it while nothing is asked.
-    training: what a run takes. prefix: of the prefix cache, at most; it gives way to rows. budget: of rows and cached
-    prefixes."""
+    """How the device memory that the weights leave is divided. All in bytes.
+
+    cache: freed memory that MLX may keep for reuse. activations: of a prefill. adapters: what the drafting adapter and the next
+    one add to the draft, at most half of the rest; 0 if none is trained. left: the remainder. idle: the part of it that a
+    training run may take while the server is idle. training: what a run takes. prefix: limit of the prefix cache, which yields
+    to rows. budget: for rows and cached prefixes.
+    """
 
     cache: int
     activations: int
@@ -55,12 +57,12 @@ class MemoryPlan:
 
     @property
     def spare(self) -> int:
-        """Bytes that a run may take and rows may not, where `engine.kv_budget_mb` leaves some."""
+        """Bytes that a run may take but rows may not, if `engine.kv_budget_mb` leaves some."""
         return max(self.idle - self.budget.size, 0)
 
     @property
     def problem(self) -> str | None:
-        """Why nothing can be served so; None where it can."""
+        """Why this plan cannot serve requests; None if it can."""
         size = self.budget.size
         if current().paged and size > (free := self.left + self.adapters):
             return f"engine.kv_budget_mb asks for {size >> 20} MiB of the device's memory, and {free >> 20} are free"
@@ -85,9 +87,10 @@ def plan_memory(
     """Divides the bytes that are free once the models are loaded.
 
     cache: `device.cache_limit`. kv_mb, prefix_mb, chunk: `engine.kv_budget_mb`, `engine.prefix_cache_mb` and
-    `engine.prefill_chunk`. proposed: the most tokens that a round verifies in a row, besides one. rank: of the adapters that
-    are trained; None: none is. training: the bytes of a run, given those that it may take while nothing is asked. Where rows
-    are in pages so much is set aside for it (`usable`); elsewhere a run borrows it while it works. Raises PairError."""
+    `engine.prefill_chunk`. proposed: maximum tokens that a round verifies per row, besides one. rank: of the adapters that are
+    trained; None: no training. training: bytes of a run, given those that it may take while idle. With paged rows this amount
+    is set aside (`usable`); elsewhere a run borrows it while it works. Raises PairError.
+    """
     if not current().paged:
         cache = min(cache, int(CACHE_SHARE * free))
     tokens = BURST * (chunk or current().prefill_chunk)
@@ -103,7 +106,7 @@ def plan_memory(
 
 
 def weight_bytes(*models: nn.Module | None) -> int:
-    """Bytes of all weights of these models; arrays that several of them have count once."""
+    """Bytes of all weights of these models; shared arrays count once."""
     arrays = {
         id(array): array.nbytes
         for model in models
@@ -116,10 +119,10 @@ def weight_bytes(*models: nn.Module | None) -> int:
 def row_bytes(
     target: nn.Module, draft: nn.Module | None, *, proposed: int | None = None, chunk: int | None = None
 ) -> RowBytes:
-    """What rows take: keys and values of target and draft, the target's features where the draft reads them, recurrent states,
-    and in rectangles what a round computes of logits and attention of scores. proposed: tokens that a round verifies of a row
-    besides one; None: rounds are left out. chunk: tokens of a prefill's call; None: as many as suit the device. Only shapes are
-    computed. Raises PairError."""
+    """What rows take: keys and values of target and draft, the target's features if the draft reads them, recurrent states and,
+    with rectangles, a round's logits and attention scores. proposed: maximum tokens that a round verifies per row, besides one;
+    None: leave rounds out. chunk: tokens of a prefill's call; None: what suits the device. Only shapes are computed. Raises
+    PairError."""
     both, tokens = Target(target, draft), mx.zeros((1, 1), dtype=mx.int32)
     cache = both.cache(1)
     widths = [both(tokens, cache).shape[-1]]
@@ -148,7 +151,7 @@ def row_bytes(
 
 
 def _score_bytes(model: nn.Module, cache: RowCache) -> int:
-    """Bytes of scores that attention stores for each query and key; 0 where a kernel stores none."""
+    """Bytes of attention scores stored per query and key; 0 if a kernel stores none."""
     keys = next((k for layer in cache.attention if (k := cast("RectangleLayer", layer).keys) is not None), None)
     if keys is None or (current().launch_ahead and keys.shape[3] in FUSED_DIMS):
         return 0

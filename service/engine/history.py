@@ -1,9 +1,9 @@
-"""What a row's tokens so far do to its next logits: penalties, bad words and the least length of an answer.
+"""How a row's earlier tokens change its next logits: penalties, bad words and the minimum length of an answer.
 
-The tokens that a round proposes count at the positions behind them, and are on the device alone. Of all other tokens the host
-makes sparse arrays: a row's distinct tokens with their numbers, and what may be banned with the text that it is banned behind.
-So a round with such a row is launched after the one before it was read (`Decoder._waits_for_tokens`). Batches without such a
-row compute nothing of this.
+Tokens proposed in a round count at the positions after them and exist only on the device. For all other tokens the host builds
+sparse arrays: a row's distinct tokens with their counts, and banned tokens with the text that must precede them. A round with
+such a row is therefore launched only after the previous one was read (`Decoder._waits_for_tokens`). Batches without such a row
+compute none of this.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _NEVER = -float("inf")
 _ANY, _NONE = -1, -2
 """In the text before a banned token: any token; no token, because the output is shorter."""
 _FIRST_SIZE = 64
-"""Distinct tokens that there is room for at first: the shapes of a traced call change seldom."""
+"""Initial capacity for distinct tokens, so that the shapes of traced calls rarely change."""
 
 
 @dataclass(slots=True)
 class TokenCounts:
-    """The distinct tokens of a text that grows: ids[:size], and how often each was generated."""
+    """The distinct tokens of a growing text: ids[:size], and how often each was generated."""
 
     size: int = 0
     ids: NDArray[np.int32] = field(default_factory=lambda: np.zeros(_FIRST_SIZE, dtype=np.int32))
@@ -37,8 +37,8 @@ class TokenCounts:
     _read: int = 0
 
     def update(self, tokens: Sequence[int], prompt: int, *, with_prompt: bool) -> None:
-        """Read the tokens that are new. prompt: how many of them are the prompt's, which counts as zero times generated and,
-        unless `with_prompt`, is left out."""
+        """Count the new tokens. prompt: the length of the prompt, whose tokens count as generated zero times and are left out
+        unless `with_prompt`."""
         for at in range(self._read if with_prompt else max(self._read, prompt), len(tokens)):
             place = self._places.setdefault(tokens[at], self.size)
             if place == self.size:
@@ -58,8 +58,8 @@ class TokenCounts:
 class Penalties:
     """The penalties of R rows of a batch.
 
-    rows: (R,), their indices. ids, counts: (R, M), distinct tokens of each, and how often each was generated. seen: (R, 1),
-    whether there are any: else the ids are padding. repetition, frequency, presence: (R, 1, 1).
+    rows: (R,), their indices. ids, counts: (R, M), the distinct tokens of each row and how often each was generated. seen: (R,
+    1), whether there are any; otherwise the ids are padding. repetition, frequency, presence: (R, 1, 1).
     """
 
     rows: mx.array
@@ -72,7 +72,7 @@ class Penalties:
 
     @classmethod
     def of(cls, rows: Sequence[Request]) -> Penalties | None:
-        """None where no row has a penalty."""
+        """None if no row has a penalty."""
         penalised = [(i, row) for i, row in enumerate(rows) if row.prompt.sampling.penalised]
         if not penalised:
             return None
@@ -85,7 +85,7 @@ class Penalties:
         for at, (_, row) in enumerate(penalised):
             own = slice(0, row.counts.size)
             ids[at, own], counts[at, own] = row.counts.ids[own], row.counts.counts[own]
-            # Equal tokens get equal logits, whichever of them is written last.
+            # Padding repeats the first token, so duplicates write equal logits.
             ids[at, row.counts.size :], counts[at, row.counts.size :] = ids[at, 0], counts[at, 0]
 
         def column(name: str) -> mx.array:
@@ -110,7 +110,7 @@ class Penalties:
         known = mx.broadcast_to(self.seen, self.ids.shape)
         seen = mx.concatenate([known, mx.any(same, axis=-1) & self.seen], axis=1)
         ids = mx.concatenate([self.ids, own], axis=1)
-        # (R, K+1, M+K): how often each is among the proposed tokens before each position.
+        # (R, K+1, M+K): how often each token occurs among the proposed tokens before each position.
         earlier = (own[..., None] == ids[:, None]).astype(mx.float32)
         earlier = mx.concatenate([mx.zeros_like(ids[:, None]).astype(mx.float32), mx.cumsum(earlier, axis=1)], axis=1)
         rows, at = self.rows[:, None, None], mx.arange(logits.shape[1])[:, None]
@@ -126,11 +126,11 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True)
 class Bans:
-    """What R rows of a batch may not say next.
+    """The tokens that R rows of a batch may not emit next.
 
-    rows: (R,), their indices. tokens: (R, W). before: (R, W, L), the tokens that each is banned behind, from the right; _ANY
-    where there are fewer. until: (R, W), the position of the round from which it is not banned any more. tail: (R, L), the last
-    tokens of each output.
+    rows: (R,), their indices. tokens: (R, W). before: (R, W, L), right-aligned, the tokens that must precede each for it to be
+    banned; _ANY where there are fewer. until: (R, W), the position of the round from which it is no longer banned. tail: (R,
+    L), the last tokens of each output.
     """
 
     rows: mx.array
@@ -141,7 +141,7 @@ class Bans:
 
     @classmethod
     def of(cls, rows: Sequence[Request], vocabulary: int) -> Bans | None:
-        """None where everything is allowed. vocabulary: width of the target's logits."""
+        """None if everything is allowed. vocabulary: width of the target's logits."""
         found = [(i, row, _bans(row, vocabulary)) for i, row in enumerate(rows)]
         found = [(i, row, bans) for i, row, bans in found if bans]
         if not found:
@@ -168,20 +168,20 @@ class Bans:
         behind = text[:, at[:, None] + mx.arange(self.tail.shape[1])]
         fits = mx.all((self.before[:, None] == _ANY) | (self.before[:, None] == behind[:, :, None]), axis=-1)
         banned = fits & (at[:, None] < self.until[:, None])
-        # Added, since one token may be banned by several words, of which one fits.
+        # Added, because a token may end several bad words of which only one matches.
         return logits.at[self.rows[:, None, None], at[:, None], self.tokens[:, None]].add(mx.where(banned, _NEVER, 0.0))
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What the tokens of a batch's rows do to the logits of its next round."""
+    """How the earlier tokens of a batch's rows change the logits of its next round."""
 
     penalties: Penalties | None
     bans: Bans | None
 
     @classmethod
     def of(cls, rows: Sequence[Request], vocabulary: int) -> History | None:
-        """Of rows all of whose tokens are known. None where they do nothing. vocabulary: width of the target's logits."""
+        """For rows whose tokens are all known. None if they have no effect. vocabulary: width of the target's logits."""
         if not any(row.by_history for row in rows):
             return None
         return cls(Penalties.of(rows), Bans.of(rows, vocabulary))
@@ -192,7 +192,7 @@ class History:
 
     @classmethod
     def of_tree(cls, tree: dict[str, Any]) -> History:
-        """The same from its `tree`."""
+        """The inverse of `tree`."""
         penalties, bans = tree["penalties"], tree["bans"]
         return cls(
             None if penalties is None else Penalties(**penalties),
@@ -204,9 +204,8 @@ class History:
         return {"penalties": self.penalties, "bans": self.bans}
 
     def apply(self, logits: mx.array, proposed: mx.array | None, *, masked: bool) -> mx.array:
-        """The target's logits (B, K+1, V) at a round's positions, penalised and without what is banned, float32. proposed:
-        (B, K); None: nothing is. masked: some tokens of them may be forbidden; where a ban would leave none, it does not
-        hold."""
+        """The target's logits (B, K+1, V) at a round's positions, penalised and with banned tokens removed, float32. proposed:
+        (B, K); None: nothing. masked: a grammar may forbid tokens; a ban that would leave no token is then ignored."""
         tokens = mx.zeros((logits.shape[0], 0), dtype=mx.int32) if proposed is None else proposed
         changed = logits.astype(mx.float32)
         if self.penalties is not None:
@@ -222,15 +221,16 @@ def _tree(part: Penalties | Bans) -> dict[str, mx.array]:
 
 
 def _rounded(count: int) -> int:
-    """The next power of two, so that shapes come again."""
+    """The next power of two, so that shapes repeat."""
     return 1 << max(count - 1, 0).bit_length()
 
 
 def _bans(row: Request, vocabulary: int) -> list[tuple[int, Sequence[int], int]]:
-    """Tokens that a row may not have next, the text that each is banned behind, and until which position of the round."""
+    """Tokens that a row may not emit next, the text that must precede each, and the position of the round from which each is
+    allowed."""
     sampling, found = row.prompt.sampling, list[tuple[int, Sequence[int], int]]()
     if (left := sampling.min_tokens - row.emitted) > 0:
         found += [(token, (), left) for token in {*row.eos, *sampling.stop_token_ids} if token < vocabulary]
-    # Behind all positions of a round.
+    # The limit lies past all positions of a round.
     found += [(word[-1], word[:-1], 2**30) for word in sampling.bad_words]
     return found

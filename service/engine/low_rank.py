@@ -1,7 +1,7 @@
-"""Quantised linear layers with a LoRA adapter beside their weights.
+"""Quantised linear layers with a separate LoRA adapter.
 
-The weights keep their bits: added to them, an adapter would be rounded away at four bits, or would need two to four times the
-bytes (docs/decisions/engine.md, "An adapter is added to unquantised weights and kept next to quantised ones").
+The weights stay unchanged. Added to 4-bit weights, an adapter would be lost to rounding, or the weights would need two to four
+times the bytes (docs/decisions/engine.md, "An adapter is added to unquantised weights and kept next to quantised ones").
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import mlx.nn as nn
 RANKS = 8
 """Ranks are padded with zeros to a multiple of this, the rows of a tile in the CUDA kernel."""
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names of layers that mlx-lm's models give the same input."""
+"""Names of layers that get the same input in mlx-lm's models."""
 
 
 class _SharedProduct:
-    """The product of the latest input with the down matrices of several layers, until each of them has used it."""
+    """The product of the latest input with the down matrices of several layers, kept until each of them has used it."""
 
     def __init__(self, layers: int) -> None:
         self._layers = layers
@@ -32,7 +32,7 @@ class _SharedProduct:
             _, product, left = self._held
         else:
             product, left = x @ down.T, self._layers
-        # An array that is kept would keep its whole graph.
+        # Dropped after the last use, because a kept array keeps its whole graph alive.
         self._held = (x, product, left - 1) if left > 1 else None
         return product
 
@@ -40,7 +40,7 @@ class _SharedProduct:
 class LowRankQuantizedLinear(nn.QuantizedLinear):
     """A quantised linear layer plus a low-rank product. Made by `add_low_rank`.
 
-    down: (ranks, inner), the matrices of all layers that share the product. up: (outputs, rank), with the adapter's scale.
+    down: (ranks, inner), the matrices of all layers that share the product. up: (outputs, rank), including the adapter's scale.
     """
 
     down: mx.array
@@ -51,7 +51,7 @@ class LowRankQuantizedLinear(nn.QuantizedLinear):
 
     @property
     def low_rank(self) -> tuple[mx.array, mx.array]:
-        """This layer's own down (rank, inner) and up (outputs, rank)."""
+        """This layer's part of down (rank, inner), and up (outputs, rank)."""
         return self._own, self.up
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -65,15 +65,15 @@ class LowRankQuantizedLinear(nn.QuantizedLinear):
 
 
 def padded_rank(rank: int) -> int:
-    """The rank that is stored of an adapter of this rank."""
+    """The padded rank at which an adapter of this rank is stored."""
     return -(-rank // RANKS) * RANKS
 
 
 def add_low_rank(layers: Sequence[nn.QuantizedLinear], a: Sequence[mx.array], b: Sequence[mx.array]) -> list[mx.array]:
     """Turn layers that usually get the same input into LowRankQuantizedLinear, in place.
 
-    a: (inner, rank) of each. b: (rank, outputs) of each, with the adapter's scale. All of one dtype. Returns the arrays of
-    the layers, not yet evaluated.
+    a: (inner, rank) of each. b: (rank, outputs) of each, including the adapter's scale. All of one dtype. Returns the layers'
+    arrays, not yet evaluated.
     """
     rank = b[0].shape[0]
     padding = padded_rank(rank) - rank
@@ -84,7 +84,8 @@ def add_low_rank(layers: Sequence[nn.QuantizedLinear], a: Sequence[mx.array], b:
         adapted.__class__ = LowRankQuantizedLinear
         adapted.down = down
         adapted.up = mx.contiguous(mx.pad(each.T, [(0, 0), (0, padding)]))
-        # The kernel reads it by itself. A view of `down`: MLX leaves names with an underscore out of the parameters.
+        # The kernel reads this part separately. It is a view of `down`; MLX does not count names with an underscore as
+        # parameters.
         adapted._first = i * (rank + padding)
         adapted._own = down[adapted._first : adapted._first + rank + padding]
         adapted._shared = shared

@@ -1,4 +1,4 @@
-"""Which tokens the rows of a round may have, where grammars say so: bits made on the host, applied to logits on the device."""
+"""Grammar masks for the rows of a round: bits made on the host, applied to logits on the device."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class RoundMasks:
 
     @classmethod
     def of(cls, rows: Sequence[Request], vocabulary: int) -> RoundMasks | None:
-        """None where every token is allowed in every row, as in those that have ended."""
+        """None if every token is allowed in every row. Ended rows allow every token."""
         constraints = [row.prompt.constraint if row.finish is None else None for row in rows]
         return cls(constraints, vocabulary) if any(each is not None for each in constraints) else None
 
     def bits(self, proposed: Sequence[Sequence[int]]) -> mx.array:
         """(B, K+1, words), uint32: the tokens allowed at each position of proposals of up to K tokens, by row. Positions after
-        a token that is not allowed, where nothing is verified, allow everything."""
+        a forbidden token, where nothing is verified, allow everything."""
         count = max(map(len, proposed), default=0) + 1
         bits = np.full((len(proposed), count, self._words), 0xFFFFFFFF, dtype=np.uint32)
         for row, (constraint, tokens) in enumerate(zip(self._constraints, proposed, strict=True)):
@@ -36,7 +36,7 @@ class RoundMasks:
         return mx.array(bits)
 
     def next_bits(self, proposed: Sequence[Sequence[int]]) -> mx.array:
-        """(B, 1, words): the tokens allowed after the proposed ones, as many of each row."""
+        """(B, 1, words): the tokens allowed after the proposed ones, the same number in each row."""
         return self.bits(proposed)[:, -1:]
 
 
@@ -49,7 +49,7 @@ def allow(logits: mx.array, bits: mx.array | None) -> mx.array:
 
 
 def allowed(bits: mx.array, width: int) -> mx.array:
-    """(..., width) booleans of masks (..., words): whether a token is allowed. Tokens that the masks do not cover are not."""
+    """(..., width) booleans of masks (..., words): whether a token is allowed. Tokens beyond the masks are not."""
     found = (bits[..., None] >> mx.arange(32, dtype=mx.uint32)) & 1
     found = found.reshape(*bits.shape[:-1], -1)[..., :width].astype(mx.bool_)
     if (missing := width - found.shape[-1]) > 0:

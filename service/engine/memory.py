@@ -1,4 +1,4 @@
-"""Memory of a batch's keys and values: what they take, and a budget for them."""
+"""The memory of a batch's keys and values: what they take, and a budget for them."""
 
 from __future__ import annotations
 
@@ -12,33 +12,34 @@ from service.engine.kv.budget import HEADROOM, Budget
 from service.engine.request import Request
 
 ANSWER_SHARE = 8
-"""An answer's first share is the prompt's length divided by this, HEADROOM at least: a batch that grows copies its rows."""
+"""Space reserved for the start of an answer is the prompt's length divided by this, at least HEADROOM, because a batch that
+grows copies its rows."""
 
 
 @dataclass(slots=True)
 class _Loan:
-    """size: bytes of the budget that are lent. needed: rows need them."""
+    """size: bytes of the budget that are on loan. needed: rows need them."""
 
     size: int
     needed: bool = False
 
 
 class RowMemory:
-    """Of the rows of a batch. paged: they are in pages."""
+    """The memory of a batch's rows. paged: whether rows are in pages."""
 
     def __init__(self, batch: Batch, *, paged: bool) -> None:
         self._batch = batch
         self._paged = paged
         self.budget: Budget | None = None
-        """None: as much as rows take."""
+        """None: no limit."""
         self._loan: _Loan | None = None
         self._spare = 0
         self._prefilling: Sequence[int] = ()
-        """Positions of the texts that prefill, when that was last said."""
+        """Positions of the prefilling texts, as last reported."""
 
     def limit(self, budget: Budget, spare: int = 0) -> None:
-        """Keep rows and cached prefixes within a budget. In pages all of it is taken with the first call; in rectangles cached
-        prefixes get what rows leave, and are evicted when rows need it. spare: free bytes beside the budget."""
+        """Keep rows and cached prefixes within a budget. With pages, all of it is allocated at the first call. With rectangles,
+        cached prefixes get what rows leave and are evicted when rows need it. spare: free bytes outside the budget."""
         self.budget, self._spare = budget, spare
         if self._batch.prefix is not None and not self._paged:
             self._batch.prefix.room = self._prefix_room
@@ -48,20 +49,20 @@ class RowMemory:
                 pool.set_size(pages)
 
     def reserved(self, row: Request) -> int:
-        """Positions for which buffers of a request are made when its prefill begins: its text and a first share of what is left
+        """Positions for which a request's buffers are allocated when its prefill begins: its text and space for the next part
         of its answer."""
         return self.reserved_for(len(row.tokens), row.prompt)
 
     def reserved_for(self, tokens: int, prompt: Prompt) -> int:
-        """The same for a request that has so many tokens of prompt and answer."""
+        """The same for a request with this many tokens of prompt and answer."""
         if self._paged:
             return tokens + HEADROOM
         left = max(len(prompt.tokens) + prompt.sampling.max_tokens - tokens, 0)
         return tokens + min(left, max(HEADROOM, tokens // ANSWER_SHARE))
 
     def has_room(self, prefilling: Sequence[int]) -> bool:
-        """Whether the rows fit with a next share of their answers, and texts that prefill with so many positions each
-        (`reserved`). Cached prefixes that are in their way are evicted."""
+        """Whether the rows, with space for the next part of their answers, fit together with prefilling texts of these
+        positions (`reserved`). Evicts cached prefixes as needed."""
         running = [length + HEADROOM for length in self._lengths()]
         if not self.fits(running, prefilling) or not self._fits_beside_loan(running, prefilling):
             return False
@@ -69,16 +70,16 @@ class RowMemory:
         return True
 
     def make_room(self, running: Sequence[int], prefilling: Sequence[int]) -> None:
-        """Evict cached prefixes that are in the way of rows in rectangles of such lengths."""
+        """Evict cached prefixes as needed to fit rows of these lengths in rectangles."""
         self._prefilling = prefilling
-        # Those that run already grow, whatever is lent.
+        # Running rows already grow, even into memory on loan.
         self._fits_beside_loan(running, prefilling)
         if self._batch.prefix is not None and self.budget is not None and not self._paged:
             self._batch.prefix.shrink(self._left(running, prefilling))
 
     def lend(self, wanted: int, least: int) -> int:
-        """Lends up to `wanted` bytes that rows do not use, from `spare` first; cached prefixes give way. Returns the bytes that
-        are lent; 0 where fewer than `least` could be. What was lent before is taken back."""
+        """Lends up to `wanted` bytes that rows do not use, from `spare` first. Cached prefixes are evicted for it. Returns the
+        bytes lent; 0 if fewer than `least` are available. An earlier loan ends first."""
         self._loan = None
         if self.budget is None or self._paged:
             return wanted
@@ -92,22 +93,22 @@ class RowMemory:
         return lent
 
     def take_back(self) -> bool:
-        """The loan is over. Returns whether there was one. From any thread."""
+        """End the loan. Returns whether there was one. May be called from any thread."""
         loan, self._loan = self._loan, None
         return loan is not None
 
     @property
     def lent(self) -> bool:
-        """Whether there is a loan. From any thread."""
+        """Whether there is a loan. May be called from any thread."""
         return self._loan is not None
 
     @property
     def loan_needed(self) -> bool:
-        """Whether rows that fit into the budget do not fit beside the loan. From any thread."""
+        """Whether rows that fit into the budget do not fit next to the loan. May be called from any thread."""
         return (loan := self._loan) is not None and loan.needed
 
     def _fits_beside_loan(self, running: Sequence[int], prefilling: Sequence[int]) -> bool:
-        """Whether such rows, which fit into the budget, fit into what the loan leaves of it; notes it where they do not."""
+        """Whether rows that fit into the budget also fit into what the loan leaves of it. If not, marks the loan as needed."""
         if (loan := self._loan) is None or self.budget is None:
             return True
         taken = self.budget.bytes_of(running, prefilling, self._batch.cache.slots)
@@ -116,7 +117,7 @@ class RowMemory:
         return not loan.needed
 
     def _left(self, running: Sequence[int], prefilling: Sequence[int]) -> int:
-        """Bytes that such rows leave of the budget, and of what is lent."""
+        """Bytes of the budget left by these rows and by the loan."""
         assert self.budget is not None
         left = self.budget.left(running, prefilling, have=self._batch.cache.slots)
         return max(left - (0 if self._loan is None else self._loan.size), 0)
@@ -126,7 +127,7 @@ class RowMemory:
         return self._left(running, self._prefilling)
 
     def fits(self, running: Sequence[int], prefilling: Sequence[int], have: int | None = None) -> bool:
-        """Whether rows of such lengths fit. have: see Budget.fits; None: what the batch has allocated."""
+        """Whether rows of these lengths fit. have: see Budget.fits; None: what the batch has allocated."""
         if self.budget is None:
             return True
         have = self._batch.cache.slots if have is None else have
@@ -134,13 +135,13 @@ class RowMemory:
 
     @property
     def usage(self) -> float:
-        """Share of the budget that is in use; 0 without one. From any thread."""
+        """Share of the budget in use; 0 without a budget. May be called from any thread."""
         lengths = self._lengths()
         return 0.0 if self.budget is None or not lengths else self.budget.used(lengths)
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes allocated for keys and values. From any thread."""
+        """Bytes allocated for keys and values. May be called from any thread."""
         return self._batch.kv_bytes
 
     def _lengths(self) -> list[int]:

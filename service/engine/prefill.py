@@ -1,4 +1,4 @@
-"""Prefill: loads cached prefixes and computes the rest of each prompt in chunks, prompts of similar length in one call."""
+"""Prefill: loads cached prefixes and computes the rest of each prompt in chunks, with prompts of similar length in one call."""
 
 from __future__ import annotations
 
@@ -21,60 +21,61 @@ from service.engine.strategy import current
 from service.engine.target import Target
 
 LEAST = 32
-"""Tokens that are prefilled before a round at least, however long the running requests wait for them."""
+"""Minimum tokens that are prefilled before a round, regardless of how long running requests wait for them."""
 
 
 @dataclass(slots=True)
 class Prefill:
-    """Prompts in prefill, with caches of their own until they join the batch. All but the last token of each is prefilled; a
-    request that was preempted has its output behind its prompt. The caches may have more rows, of padding (`strategy`), behind
-    those of the requests."""
+    """Prompts in prefill, with separate caches until they join the batch. All but the last token of each is prefilled. The text
+    of a preempted request is its prompt and its output so far. The caches may have padding rows after those of the requests
+    (`strategy`)."""
 
     rows: list[Request]
     target_cache: RowCache
     draft_cache: RowCache | None
     """None while the draft has prefilled nothing."""
     epoch: int
-    """The decoder's when the draft's prefill started. A draft cache of an earlier epoch is of another or a failed draft."""
+    """The batch's epoch when the draft's prefill started. A draft cache of an earlier epoch belongs to another or a failed
+    draft."""
 
     reserved: int = 0
-    """Positions for which the caches' buffers are made at once (`RowMemory.reserved`)."""
+    """Positions for which the caches' buffers are allocated at once (`RowMemory.reserved`)."""
     prefills_draft: bool | None = None
     """Whether the draft prefills these prompts too; None: not decided yet."""
     cached: int = 0
     """Tokens of an unstarted prompt that were in the prefix cache when it was admitted."""
     pieces: list[Piece] = field(default_factory=list[Piece])
-    """What is to be read of its prompt from the prefix cache's files, before anything else."""
+    """Parts of its prompt that are first loaded from the prefix cache's files."""
     admitted_at: float = field(default_factory=time.perf_counter)
     """perf_counter."""
 
     @property
     def unstarted(self) -> bool:
-        """No token was prefilled or loaded from the prefix cache."""
+        """Whether no token was prefilled or loaded from the prefix cache yet."""
         return self.target_cache.lengths.longest == 0
 
     @property
     def scored(self) -> bool:
-        """Whether log-probabilities of these prompts are wanted: then nothing of them is loaded from the prefix cache."""
+        """Whether log-probabilities of these prompts are requested. If so, nothing is loaded from the prefix cache."""
         return any(row.unscored for row in self.rows)
 
     @property
     def answered(self) -> bool:
-        """Whether answers to these prompts are wanted."""
+        """Whether answers to these prompts are requested."""
         return any(row.prompt.sampling.max_tokens > 0 for row in self.rows)
 
     @property
     def remaining(self) -> int:
-        """Tokens that the target has to prefill of the longest prompt."""
+        """Tokens of the longest prompt that the target still has to prefill."""
         prompts, done = _prompts(self.rows, self.target_cache), self.target_cache.lengths.host
         return max(len(prompt) - max(count, self.cached) for prompt, count in zip(prompts, done, strict=True))
 
     def next_call_tokens(self, size: int) -> int:
-        """Tokens of the target's next call, padding included, with chunks of `size` tokens."""
+        """Tokens of the target's next call, including padding, with chunks of `size` tokens."""
         return len(self.target_cache.lengths.host) * min(size, self.remaining)
 
     def ensure_draft_cache(self, drafter: ModelDrafter, epoch: int) -> RowCache:
-        """The draft's cache for these rows: a new one where there is none, or only one of another epoch."""
+        """The draft's cache for these rows. A new one is made if there is none, or only one of another epoch."""
         if self.draft_cache is None or self.epoch != epoch:
             self.draft_cache, self.epoch = drafter.new_cache(len(self.target_cache.lengths.host)), epoch
             self.draft_cache.reserve(self.reserved)
@@ -83,27 +84,27 @@ class Prefill:
 
 @dataclass(slots=True)
 class Pace:
-    """Tokens that may be prefilled while requests run, learnt from how long calls take. gap: seconds that those may wait; None:
-    as long as a chunk takes."""
+    """Learns from measured calls how many tokens may be prefilled while requests run. gap: maximum seconds that running
+    requests may wait; None: as long as a chunk takes."""
 
     gap: float | None = None
     limit: int = sys.maxsize
     speed: Speed = field(default_factory=Speed)
-    """Tokens a second."""
+    """Tokens per second."""
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """A call over so many tokens took `seconds`."""
+        """Record that a call over this many tokens took `seconds`."""
         self.speed.observe(tokens, seconds)
         if self.gap is None:
             return
         if seconds > self.gap:
             self.limit = int(tokens * self.gap / seconds)
         elif 2 * seconds < self.gap:
-            # Twice as many take twice as long at most.
+            # Twice as many tokens take at most twice as long.
             self.limit = max(self.limit, 2 * tokens)
 
     def within(self, most: int) -> int:
-        """`most`, or a half, a quarter and so on of it, so that widths of calls come again."""
+        """`most`, or a half, a quarter and so on of it, so that widths of calls repeat."""
         while most > self.limit and most >= 2 * LEAST:
             most //= 2
         return most
@@ -119,12 +120,13 @@ def batch_prompts(
     prefix: PrefixCache | None,
     batch_size: Callable[[int], int],
 ) -> Prefill:
-    """The first of these prompts, batched with those nearest to it in length that fit into one call of `room` tokens, padding
-    rows among them. batch_size: rows of a call over so many prompts.
+    """The first of these prompts, batched with those nearest to it in length that fit into one call of `room` tokens, including
+    padding rows. batch_size: rows of a call over a given number of prompts.
 
-    Only unstarted prompts of at most `size` uncached tokens are batched, all with or all without a prefill of the draft
-    (`prefills_draft`, one for each). Prompts that share an uncached block are not: the second waits for the prefix cache.
-    Models with recurrent layers prefill prompts one by one, because padding would enter the state. prefix: None for no cache.
+    Only unstarted prompts of at most `size` uncached tokens are batched, either all or none with a prefill of the draft
+    (`prefills_draft`, one per prompt). Prompts that share an uncached block are not batched: the second waits for the prefix
+    cache. Models with recurrent layers prefill prompts one by one, because padding would enter the state. prefix: None for no
+    cache.
     """
     first, with_draft = waiting[0], prefills_draft[0]
     if first.pieces or not first.unstarted or first.target_cache.states:
@@ -171,8 +173,8 @@ def _uncached_tokens(prefill: Prefill, owners: Sequence[Owner], prefix: PrefixCa
 
 
 def _uncached_block(prefill: Prefill, prefix: PrefixCache | None) -> tuple[str, tuple[int, ...]] | None:
-    """The salt of an unstarted prompt, and its text up to the end of the first block that the prefix cache does not have: what
-    it could reuse for another prompt. None where there is no such block."""
+    """The salt of an unstarted prompt, and its text up to the end of the first block that is not in the prefix cache. Another
+    prompt with the same key could reuse that block. None if there is no such block."""
     if prefix is None:
         return None
     row = prefill.rows[0]
@@ -191,8 +193,8 @@ def prefill_target(
     vocabulary: int | None = None,
 ) -> bool:
     """Prefill the next chunk of `size` tokens of each prompt with the target. Returns whether tokens remain. pace: learns from
-    calls that are waited for. vocabulary: width of the logits, where log-probabilities of the prompts are wanted: then `size`
-    bounds how many logits there are at a time."""
+    calls that are waited for. vocabulary: width of the logits if log-probabilities of the prompts are requested; `size` then
+    limits the logits held at a time."""
     cache, rows = prefill.target_cache, prefill.rows
     if vocabulary is None or not prefill.scored:
         return _prefill_chunk(Owner.TARGET, target, target.activations, cache, rows, size, sys.maxsize, prefix, pace)
@@ -223,7 +225,7 @@ def prefill_draft(drafter: ModelDrafter, prefill: Prefill, *, size: int, prefix:
 
 
 def _prompts(rows: Sequence[Request], cache: RowCache) -> list[Sequence[int]]:
-    """What is prefilled of each row of a cache: all but the last token, of these requests and of padding."""
+    """The tokens to prefill in each row of a cache: all but the last, for these requests and for padding rows."""
     prompts: list[Sequence[int]] = [row.tokens[:-1] for row in rows]
     return prompts + [PADDING_TEXT[:-1]] * (len(cache.lengths.host) - len(rows))
 
@@ -260,7 +262,7 @@ def _prefill_chunk(
         started_at, tokens = time.perf_counter(), pad_rows(chunks, cache)
         run(tokens, cache)
         ends = [done + len(chunk) for done, chunk in zip(start, chunks, strict=True)]
-        # The first round over these rows can be made while the device is at the end of their prompts.
+        # Do not wait at the end of the prompts, so that the first round over these rows can be built meanwhile.
         whole = all(end == len(prompt) for end, prompt in zip(ends, prompts, strict=True))
         wait = not (whole and current().launch_ahead)
         if activations.evaluate(cache.arrays(), tokens.size, wait=wait) and wait and pace is not None:

@@ -1,7 +1,7 @@
-"""Start-up check of a model: in ragged rows of the engine's cache it must compute what it computes in mlx-lm's own cache.
+"""Start-up check of a model: in ragged rows of the engine's cache it must compute the same as in mlx-lm's cache.
 
 The tolerance is measured: mlx-lm processes the same tokens in calls of different shapes, and the engine may differ by a
-multiple of what these differ by (docs/decisions/engine.md).
+multiple of the differences among those (docs/decisions/engine.md).
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from service.engine.replay import Replay
 from service.engine.strategy import PAGE
 
 LENGTHS = (9, 5, 4)
-"""Tokens of the rows. All but the last TAIL are prefilled before the rows are batched: none of the last row."""
+"""Tokens of the rows. All but the last TAIL are prefilled before the rows are batched, so the last row has no prefill."""
 TAIL = 4
 TEXTS = 3
-"""A model is refused when it differs on each of so many texts. A structural fault always does; a single outlier of rounding (a
-token whose experts nearly tie) does not recur with other tokens."""
+"""A model is refused if it differs on each of this many texts. A structural fault always does. A single rounding outlier, such
+as a token whose experts nearly tie, does not recur with other tokens."""
 FACTOR = 3.0
 """The engine may differ by this factor times the measured rounding."""
 WIDTH = FEWEST * PAGE
-"""Positions for which short rows in pages have room."""
+"""Positions that the page tables of short rows can hold."""
 PADDED = 4.0
-"""Units of rounding (machine epsilons) added at most for calls over WIDTH positions, whose sums are longer by zeros; and for
-attention of our own, which adds in another order, in float32."""
+"""Extra rounding allowed, in machine epsilons: for calls over WIDTH positions, whose sums are longer by zeros, and for our
+custom attention, which adds in another order, in float32."""
 
 Vectors = dict[str, mx.array]
 """The cache contents and logits of a row by name: (positions, features), or (1, features) for a recurrent state."""
@@ -45,8 +45,8 @@ Vectors = dict[str, mx.array]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The largest difference of a comparison. where: the name of the vector. gap, rounding: relative root mean squares of the
-    difference between engine and mlx-lm, and among mlx-lm's own calls."""
+    """The largest difference of a comparison. where: the name of the vector. gap, rounding: relative root mean square
+    differences, between engine and mlx-lm and among mlx-lm's calls."""
 
     row: int
     where: str
@@ -63,7 +63,7 @@ def check_rows(model: nn.Module, role: str) -> None:
     """Decode rows of different lengths in a batch, truncate them by different numbers of tokens, and compare keys, values,
     recurrent states and logits with those of mlx-lm's cache.
 
-    role: "target" or "draft", for the message. Raises PairError naming the family where they differ by more than rounding.
+    role: "target" or "draft", for the message. Raises PairError naming the model family if they differ by more than rounding.
     """
     family = getattr(model, "model_type", type(model).__module__.rsplit(".", 1)[-1])
     worst = None
@@ -79,8 +79,8 @@ def check_rows(model: nn.Module, role: str) -> None:
 
 
 def largest_difference(model: nn.Module, name: str, text: int = 0) -> Difference | None:
-    """Compare the engine's rows with mlx-lm's on one text (a random seed). Returns the difference with the largest ratio to
-    the measured rounding. Raises PairError where the model does not run at all."""
+    """Compare the engine's rows with mlx-lm's on one text (a random seed). Returns the difference with the largest ratio to the
+    measured rounding. Raises PairError if the model does not run at all."""
     try:
         rows = _rows(model, text)
         reference = [_prompt_and_token(model, row) for row in rows]
@@ -100,23 +100,23 @@ def largest_difference(model: nn.Module, name: str, text: int = 0) -> Difference
     others = [[_token_by_token(model, row), _several_tokens(model, row)] for row in rows]
     shapes = [[one, *more] for one, more in zip(reference, others, strict=True)]
     cache = RowCache(model, 0)
-    # Code of windows and sparse attention counts the positions that it is given.
+    # Left out for windows and sparse attention, whose code depends on the number of positions.
     plain = all(type(layer) is KVCache for layer in make_prompt_cache(model))
     whole = [_several_tokens(model, row, whole=True) for row in rows] if cache.pages and plain else None
-    # Attention of our own adds in another order.
+    # Our custom attention adds in another order.
     least = PADDED * mx.finfo(mx.float32).eps if cache.routed else 0.0
     return _largest(batched, shapes, whole, least)
 
 
 def _rows(model: nn.Module, text: int) -> list[list[int]]:
-    """Random token ids of the whole vocabulary: neighbouring ids may be reserved ones with equal embeddings."""
+    """Random token ids of the whole vocabulary. Neighbouring ids may be reserved tokens with equal embeddings."""
     width = cast("mx.array", model(mx.zeros((1, 1), dtype=mx.int32), cache=make_prompt_cache(model))).shape[-1]
     random = np.random.default_rng(text)
     return [random.choice(width, size=n, replace=False).tolist() for n in LENGTHS]
 
 
 def _prompt_and_token(model: nn.Module, row: list[int]) -> Vectors:
-    """In two calls as mlx-lm generates: the prompt, then the last token."""
+    """In two calls, as mlx-lm generates: the prompt, then the last token."""
     return _in_mlx_lm(model, [row], [len(row) - 1, 1])
 
 
@@ -125,8 +125,7 @@ def _token_by_token(model: nn.Module, row: list[int]) -> Vectors:
 
 
 def _several_tokens(model: nn.Module, row: list[int], *, whole: bool = False) -> Vectors:
-    """Three copies of the row, several tokens in a call, under an array mask as the engine uses. whole: over WIDTH
-    positions."""
+    """Three copies of the row, several tokens per call, with an array mask as in the engine. whole: over WIDTH positions."""
     return _in_mlx_lm(model, [row] * 3, [n for n in (len(row) - TAIL, 3, 1) if n], masked=True, whole=whole)
 
 
@@ -150,7 +149,7 @@ def _in_mlx_lm(
 
 
 class _WholeCache(KVCache):
-    """mlx-lm's cache with attention over as many positions as the engine's rows in pages have room for."""
+    """mlx-lm's cache with attention over as many positions as the engine's paged rows have capacity for."""
 
     step = WIDTH
 
@@ -179,7 +178,7 @@ def _in_engine(model: nn.Module, rows: list[list[int]]) -> list[Vectors]:
             model(mx.array([prompt]), cache=alone.layers)
             alone.commit(len(prompt))
         batch.append(alone)
-    # Three tokens each, of which one, two or all are accepted and the others rolled back; then the rest of each row.
+    # Three tokens each, of which one, two or all are accepted and the others rolled back. Then the rest of each row.
     accepted = [1 + i % 3 for i in range(len(rows))]
     tokens = [[*row[-TAIL:][:n], 1, 1][:3] for row, n in zip(rows, accepted, strict=True)]
     run = Replay(model, lambda arrays, cache: (model(arrays[0], cache=cache.layers),), traces_first=True)
@@ -195,7 +194,7 @@ def _in_engine(model: nn.Module, rows: list[list[int]]) -> list[Vectors]:
 
 
 def _flat(layers: Sequence[Any]) -> Iterator[Any]:
-    """The layers of a cache; some families have several caches in one layer."""
+    """The layers of a cache. Some model families have several caches in one layer."""
     for layer in layers:
         parts = layer.caches if isinstance(layer, CacheList) else layer if isinstance(layer, tuple) else [layer]
         yield from parts
@@ -225,9 +224,9 @@ def _vectors(layers: Sequence[Any], row: int, length: int) -> Vectors:
 def _largest(
     ours: Sequence[Vectors], theirs: Sequence[Sequence[Vectors]], whole: Sequence[Vectors] | None, least: float
 ) -> Difference | None:
-    """The difference with the largest ratio. ours: the engine's rows. theirs: mlx-lm's, in several call shapes for each row.
-    whole: mlx-lm's over WIDTH positions, where the engine's calls are. least: rounding that is allowed in any case."""
-    # States may have a higher precision than the values they are computed from.
+    """The difference with the largest ratio. ours: the engine's rows. theirs: mlx-lm's, in several call shapes per row. whole:
+    mlx-lm's over WIDTH positions, if the engine's calls are that wide. least: rounding that is always allowed."""
+    # States may have a higher precision than the values from which they are computed.
     kinds = {vector.dtype for mine in ours for vector in mine.values() if mx.issubdtype(vector.dtype, mx.floating)}
     unit = max(mx.finfo(kind).eps for kind in kinds)
     compared: dict[tuple[int, str], tuple[mx.array, mx.array]] = {}
@@ -249,8 +248,9 @@ def _largest(
 def _gaps(
     mine: mx.array, others: Sequence[mx.array], padded: mx.array | None, unit: float, least: float
 ) -> tuple[mx.array, mx.array]:
-    """Relative root mean squares (positions,) of the differences between `mine` and the nearest of `others`, and among `others`
-    and `padded`, `least` at least. The first is infinite where other values of `mine` are finite than of each of the others."""
+    """Relative root mean square differences (positions,): between `mine` and the nearest of `others`, and among `others` and
+    `padded`, at least `least`. The first is infinite where the finite values of `mine` differ from those of each of the others.
+    """
     stack = mx.stack(list(others)).astype(mx.float32)
     mine = mine.astype(mx.float32)
     mismatch = (mx.isfinite(stack) != mx.isfinite(mine)).any(axis=-1).all(axis=0)

@@ -1,13 +1,15 @@
-"""Products of a few tokens with weight matrices: a CUDA kernel of our own.
+"""A custom CUDA kernel for products of a few tokens with weight matrices.
 
 MLX on CUDA asks cuBLAS for an algorithm at every product of more than one token and captures what it launches
-(mlx/backend/cuda/gemms/cublas_gemm.cpp, `CublasGemm::execute`), which takes the host longer than many a product takes the
-device. The kernel costs the host a third of that, multiplies with several matrices that read the same input at once (queries,
-keys and values; gate and up), and gives a token the same bits whatever else is in the call. Python pays as much again for it
-in every call, so that it is used in calls that are traced (`replay`). Weights of 4 bits it widens as it reads them, once for
-all tokens; a server with MLX's products of them was 2 to 9 times slower with 4 to 64 clients (docs/results/serving.md). It adds
-the low-rank product of an adapter (`low_rank`) in the same launch: each block multiplies the input by the adapter's down matrix
-again, from the L2 cache, because one more launch would cost more.
+(mlx/backend/cuda/gemms/cublas_gemm.cpp, `CublasGemm::execute`). That takes the host longer than many a product takes the
+device. The kernel costs the host a third of that. It multiplies by several matrices that read the same input at once (queries,
+keys and values; gate and up), and gives a token the same bits whatever else is in the call. Building the call in Python costs
+as much again each time, so the kernel is used only in traced calls (`replay`).
+
+The kernel widens 4-bit weights as it reads them, once for all tokens; with MLX's products of such weights, a server was 2 to 9
+times slower with 4 to 64 clients (docs/results/serving.md). It adds the low-rank product of an adapter (`low_rank`) in the same
+launch: each block multiplies the input by the adapter's down matrix again, from the L2 cache, because another launch would cost
+more.
 """
 
 from __future__ import annotations
@@ -28,26 +30,26 @@ from service.engine.kernels import cuda_kernel, shared_memory
 from service.engine.low_rank import SIBLINGS, LowRankQuantizedLinear
 
 THREADS, WARPS = 256, 8
-"""Of a block."""
+"""Threads and warps of a block."""
 Tilings: TypeAlias = dict[int, tuple[tuple[int, int], ...]]
-"""By how many tiles of 8 tokens a block multiplies: how many tiles of 8 outputs, fetched in how many stages, the fastest first
-(docs/results/accelerator.md). Each is a kernel to be compiled."""
+"""By the number of tiles of 8 tokens that a block multiplies: the number of tiles of 8 outputs and of stages in which they are
+fetched, fastest first (docs/results/accelerator.md). Each is a kernel to be compiled."""
 TILINGS: Tilings = {1: ((1, 4),), 2: ((2, 2),), 4: ((8, 2), (6, 2), (2, 2)), 6: ((8, 2), (4, 2)), 8: ((6, 2), (2, 2))}
-"""Of unquantised weights. With more than 64 tokens cuBLAS is faster."""
+"""For unquantised weights. With more than 64 tokens cuBLAS is faster."""
 QUANTISED_TILINGS: Tilings = {1: ((4, 4),), 2: ((4, 4),), 4: ((4, 2), (2, 2)), 6: ((8, 2), (2, 2)), 8: ((8, 2), (2, 2))}
-"""Of weights of 4 bits."""
+"""For 4-bit weights."""
 BITS, GROUPS = 4, (32, 64, 128)
-"""Of quantised weights: bits of a number, and numbers that share a scale and a bias."""
+"""For quantised weights: bits per number, and numbers that share a scale and a bias."""
 MATRICES = 3
-"""That the kernel multiplies by in one call, at most."""
+"""Maximum matrices that the kernel multiplies by in one call."""
 INNER = 64
-"""Elements of a row that a warp takes at a time."""
+"""Elements of a row that a warp processes at a time."""
 MAX_RANK = 32
-"""Of low-rank products beside quantised weights that the kernel adds; MLX computes larger ones."""
+"""Maximum rank of low-rank products that the kernel adds to quantised weights. MLX computes larger ones."""
 
 Weight: TypeAlias = tuple[mx.array, ...]
-"""A matrix (outputs, inner) by itself; or quantised: its numbers of 4 bits (outputs, inner / 8), uint32, and their scales and
-biases (outputs, groups)."""
+"""An unquantised matrix (outputs, inner), or a quantised one: its 4-bit numbers (outputs, inner / 8), uint32, and their scales
+and biases (outputs, groups)."""
 LowRank: TypeAlias = tuple[mx.array, mx.array]
 """An adapter's matrices: down (rank, inner) and up (outputs, rank), the rank a multiple of 8."""
 _Linear: TypeAlias = "FewTokenLinear | FewTokenQuantizedLinear | FewTokenLowRankLinear"
@@ -55,7 +57,8 @@ _Linear: TypeAlias = "FewTokenLinear | FewTokenQuantizedLinear | FewTokenLowRank
 
 @dataclass(slots=True)
 class _Call:
-    """A model's call under way. ready: products that were computed with a sibling's, by the layer's id, with their input."""
+    """A call of a model in progress. ready: products that were computed with a sibling's, by the layer's id, with their
+    input."""
 
     ready: dict[int, tuple[mx.array, mx.array]] = field(default_factory=dict[int, tuple[mx.array, mx.array]])
 
@@ -65,7 +68,7 @@ _call: ContextVar[_Call | None] = ContextVar("call", default=None)
 
 @cache
 def tilings(*, quantised: bool = False) -> dict[int, tuple[int, int]]:
-    """Tilings of which a block's stages find room on MLX's device."""
+    """The tilings whose stages fit into a block's shared memory on MLX's device."""
     room = shared_memory()
     fitting = {
         tiles: [(deep, stages) for deep, stages in shapes if stages_bytes(tiles, deep, stages, quantised) <= room]
@@ -75,19 +78,20 @@ def tilings(*, quantised: bool = False) -> dict[int, tuple[int, int]]:
 
 
 def most_tokens(*, quantised: bool = False) -> int:
-    """Tokens of a call that the kernel multiplies on MLX's device at most: 64, or 32 where a block has less shared memory."""
+    """Maximum tokens of a call that the kernel multiplies on MLX's device: 64, or 32 if a block has less shared memory."""
     return 8 * max(tilings(quantised=quantised))
 
 
 def stages_bytes(tiles: int, deep: int, stages: int, quantised: bool = False) -> int:
-    """Bytes of shared memory of a block's stages. Of a quantised row a stage holds INNER numbers, two scales and two biases."""
+    """Bytes of shared memory of a block's stages. For a quantised row, a stage holds INNER numbers, two scales and two
+    biases."""
     row = INNER * BITS // 8 + 8 if quantised else 2 * INNER
     return WARPS * stages * 8 * (tiles * 2 * INNER + deep * row)
 
 
 def block_bytes(tiles: int, rank: int, *, quantised: bool) -> int:
     """Bytes of shared memory that a block takes on MLX's device: for its stages, then for the warps' sums of its outputs and
-    ranks. rank: of a low-rank product; 0: there is none."""
+    ranks. rank: of a low-rank product; 0: none."""
     deep, stages = tilings(quantised=quantised)[tiles]
     sums = WARPS * 16 * ((tiles + 1) // 2) * (8 * deep + rank + 1) * 4
     return max(stages_bytes(tiles, deep, stages, quantised), sums)
@@ -95,7 +99,7 @@ def block_bytes(tiles: int, rank: int, *, quantised: bool) -> int:
 
 @cache
 def _kernel(tiles: int, group: int, rank: int) -> Any:
-    """group: of quantised weights; 0 for others. rank: of low-rank products; 0: there are none."""
+    """group: group size of quantised weights; 0 for unquantised. rank: of low-rank products; 0: none."""
     names = ("weight", "scales", "biases") if group else ("weight",)
     if rank:
         names = (*names, "down", "up")
@@ -106,12 +110,12 @@ def _kernel(tiles: int, group: int, rank: int) -> Any:
 
 
 def _group(inner: int, weight: Weight) -> int:
-    """Numbers of a quantised matrix that share a scale; 0 of another."""
+    """Numbers of a quantised matrix that share a scale; 0 for an unquantised one."""
     return inner // weight[1].shape[1] if len(weight) > 1 else 0
 
 
 def fits(x: mx.array, weight: Weight) -> bool:
-    """Whether the kernel multiplies x (..., inner) by a matrix: up to `most_tokens` in half precision."""
+    """Whether the kernel multiplies x (..., inner) by a matrix: up to `most_tokens` tokens in half precision."""
     inner, kind, quantised = x.shape[-1], weight[-1].dtype, len(weight) > 1
     if x.dtype != kind or kind not in (mx.bfloat16, mx.float16) or inner % INNER:
         return False
@@ -121,14 +125,14 @@ def fits(x: mx.array, weight: Weight) -> bool:
 
 
 def few_tokens(x: mx.array, weights: Sequence[Weight], low_ranks: Sequence[LowRank] = ()) -> list[mx.array]:
-    """x (..., inner) times each of one to three matrices of a kind, transposed: (..., outputs) each. low_ranks: for each
+    """x (..., inner) times each of one to three similar matrices, transposed: (..., outputs) each. low_ranks: for each
     quantised matrix a low-rank product to add, all of one rank up to MAX_RANK; empty: none."""
     *lead, inner = x.shape
     tokens, outputs, group = prod(lead), [weight[0].shape[0] for weight in weights], _group(inner, weights[0])
     tiles = next(n for n in tilings(quantised=group > 0) if 8 * n >= tokens)
     deep, stages = tilings(quantised=group > 0)[tiles]
     template = [("T", x.dtype), ("HALF", x.dtype == mx.float16), ("TILES", tiles), ("DEEP", deep), ("STAGES", stages)]
-    # No block computes those that are not there. A kernel for each number of matrices would take as long again to compile.
+    # No block computes the absent matrices. A separate kernel per number of matrices would multiply compile time.
     absent = MATRICES - len(weights)
     arrays = [(*w, *low) for w, low in zip(weights, low_ranks or [()] * len(weights), strict=True)]
     parts = zip(*arrays, *[arrays[0]] * absent, strict=True)
@@ -145,8 +149,8 @@ def few_tokens(x: mx.array, weights: Sequence[Weight], low_ranks: Sequence[LowRa
 
 @dataclass(frozen=True, slots=True)
 class _Siblings:
-    """Other layers that are usually given the same input as a layer. In a cycle of references the weights of a draft that no
-    longer serves would stay until Python's collector runs."""
+    """Other layers that usually get the same input as a layer. Weak references, because a reference cycle would keep the
+    weights of a replaced draft until garbage collection."""
 
     layers: tuple[ReferenceType[_Linear], ...]
 
@@ -158,14 +162,14 @@ def _weight(layer: nn.Module) -> Weight:
 
 
 def _low_rank(layer: nn.Module) -> tuple[LowRank, ...]:
-    """The layer's low-rank product if it has one that the kernel adds."""
+    """The layer's low-rank product, if the kernel can add it."""
     if not isinstance(layer, LowRankQuantizedLinear) or layer.up.shape[1] > MAX_RANK:
         return ()
     return (layer.low_rank,)
 
 
 def _alike(one: nn.Module, other: nn.Module) -> bool:
-    """Whether the kernel multiplies by the weights of both layers in one call."""
+    """Whether the kernel can multiply by the weights of both layers in one call."""
     kinds = [
         [(a.dtype, a.shape[1]) for a in (*_weight(layer), *(a for low in _low_rank(layer) for a in low))]
         for layer in (one, other)
@@ -174,14 +178,14 @@ def _alike(one: nn.Module, other: nn.Module) -> bool:
 
 
 def _product(layer: _Linear, x: mx.array) -> mx.array | None:
-    """What the kernel makes of a linear layer's input, without its bias; None where it does not multiply these."""
+    """The kernel's result for a linear layer's input, without its bias; None if the kernel does not support them."""
     call, weight = _call.get(), _weight(layer)
     if call is None or mx.default_device().type == mx.cpu or not fits(x, weight):
         return None
     given, out = call.ready.pop(id(layer), (None, x))
     if given is x:
         return out
-    # A layer that was given something else than its sibling multiplies by itself.
+    # A layer whose input differs from its sibling's multiplies alone.
     siblings: _Siblings | None = None if given is not None else getattr(layer, "siblings", None)
     alive = [] if siblings is None else [each for refer in siblings.layers if (each := refer()) is not None]
     others = [each for each in alive if _alike(each, layer)]
@@ -192,19 +196,20 @@ def _product(layer: _Linear, x: mx.array) -> mx.array | None:
 
 
 class _ByKernel:
-    """A layer whose calls over few tokens go through the kernel inside `by_kernel`. Parameters are those of the other base."""
+    """A layer whose calls over few tokens go through the kernel inside `by_kernel`. Parameters are those of the other base
+    class."""
 
     __slots__ = ()
 
     def __call__(self: Any, x: mx.array) -> mx.array:
-        """Of a linear layer, together with its siblings. x (..., inner): (..., outputs)."""
+        """Calls a linear layer, together with its siblings. x (..., inner): (..., outputs)."""
         if (out := _product(self, x)) is None:
             return super().__call__(x)  # pyright: ignore[reportAttributeAccessIssue]
         return out + self["bias"] if "bias" in self else out
 
 
 class _HeadByKernel:
-    """The same of an embedding, as output head."""
+    """The same for an embedding as output head."""
 
     __slots__ = ()
 
@@ -220,11 +225,11 @@ class FewTokenLinear(_ByKernel, nn.Linear):
 
 
 class FewTokenQuantizedLinear(_ByKernel, nn.QuantizedLinear):
-    """See _ByKernel: with weights of 4 bits."""
+    """See _ByKernel: with 4-bit weights."""
 
 
 class FewTokenLowRankLinear(_ByKernel, LowRankQuantizedLinear):
-    """See _ByKernel: with weights of 4 bits and a low-rank product, which MLX computes above MAX_RANK."""
+    """See _ByKernel: with 4-bit weights and a low-rank product, which MLX computes above MAX_RANK."""
 
     __slots__ = ()
 
@@ -241,11 +246,11 @@ class FewTokenEmbedding(_HeadByKernel, nn.Embedding):
 
 
 class FewTokenQuantizedEmbedding(_HeadByKernel, nn.QuantizedEmbedding):
-    """See _HeadByKernel: with weights of 4 bits."""
+    """See _HeadByKernel: with 4-bit weights."""
 
 
 def _logits(layer: nn.Module, x: mx.array) -> mx.array | None:
-    """What the kernel makes of an output head's input; None where it does not multiply these."""
+    """The kernel's result for an output head's input; None if the kernel does not support them."""
     if _call.get() is None or mx.default_device().type == mx.cpu or not fits(x, _weight(layer)):
         return None
     return few_tokens(x, [_weight(layer)])[0]
@@ -262,7 +267,7 @@ _ROUTED: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def route(model: nn.Module) -> None:
-    """Make a model's layers ready for `by_kernel`, in place."""
+    """Prepare a model's layers for `by_kernel`, in place."""
     for module in cast("list[Any]", model.modules()):
         if (getattr(module, "mode", "affine"), getattr(module, "bits", BITS)) == ("affine", BITS):
             module.__class__ = _ROUTED.get(type(module), type(module))
@@ -276,13 +281,13 @@ def route(model: nn.Module) -> None:
 
 
 def inside() -> bool:
-    """Whether this is inside `by_kernel`."""
+    """Whether the caller is inside `by_kernel`."""
     return _call.get() is not None
 
 
 @contextmanager
 def by_kernel() -> Generator[None]:
-    """Products of few tokens in the block, which is one call of a model, go through the kernel."""
+    """Within the block, which is one call of a model, products of few tokens go through the kernel."""
     token = _call.set(_Call())
     try:
         yield

@@ -1,4 +1,4 @@
-"""Times target calls and draft steps when an engine starts: the seeds of the cost model, which real rounds then correct."""
+"""Times target calls and draft steps when an engine starts. The results seed the cost model, which real rounds then correct."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from service.models.heads import cut_head, extra_ids_allowed
 log = logging.getLogger(__name__)
 
 HELD = (64, 512)
-"""Positions that a row holds: in calls that give the costs of rows, and in those that give the cost of a position."""
+"""Positions per row: in calls that measure the cost of rows, and in those that measure the cost of a position."""
 HELD_ROWS = 4
-"""Rows between one and the most that are timed too, and over which the cost of a position is timed: over one row it is 2 ms of
-45, no more than two calls differ by chance."""
+"""An intermediate number of rows that is timed too, and over which the cost of a position is timed. Over one row that cost is 2
+ms of 45, no more than random variation."""
 EXTRA_IDS = 256
-"""Ids of its own that a row of some length adds to a reduced vocabulary."""
+"""Extra ids that a row of some length adds to a reduced vocabulary."""
 READ = 16
-"""Tokens more than one from which the cost of reading one more is timed."""
+"""Number of additional tokens from which the cost of reading one more is measured."""
 SWEEPS, ENOUGH_SECONDS = 2, 5.0
-"""Timed sweeps over all calls, after one that compiles; fewer where they took so many seconds. The least of a call's times
-counts: whatever else the machine does can only add."""
+"""Timed sweeps over all calls, after one that compiles. Fewer if they took ENOUGH_SECONDS. The minimum time of a call counts,
+because other load can only add time."""
 SHORT_SECONDS = 0.5
-"""Seconds that sweeps take together at least, where calls are short."""
+"""Minimum total time of the sweeps, for short calls."""
 SWITCH_SECONDS = 0.05
 """The same for a step of the old and of the new draft at a switch, while requests wait."""
 
@@ -52,7 +52,8 @@ _Model: TypeAlias = Literal["target", "draft", "backbone"]
 
 
 class _Call(NamedTuple):
-    """A call of the target, of the draft, or of the draft without its head: over `tokens` tokens of rows that hold `held`."""
+    """A call of the target, of the draft, or of the draft without its head, over `tokens` tokens per row, with `held` positions
+    per row."""
 
     model: _Model
     rows: int
@@ -61,8 +62,8 @@ class _Call(NamedTuple):
 
 
 def sizes(rows: int) -> list[int]:
-    """The numbers of rows that are timed for batches of up to `rows`: the fewest, the most, and the most over which proposals
-    of three tokens and of one may be planned."""
+    """The numbers of rows that are timed for batches of up to `rows`: the smallest, the largest, and the largest for which
+    proposals of three tokens and of one may be planned."""
     most = current().most_tokens
     bounded = [] if most is None else [most // 4, most // 2]
     return sorted({1, min(HELD_ROWS, rows), rows, *(size for size in bounded if 1 < size < rows)})
@@ -71,8 +72,9 @@ def sizes(rows: int) -> list[int]:
 def measure(target: nn.Module, draft: nn.Module | None, *, rows: Sequence[int], most: int) -> Costs:
     """Time calls over batches of these sizes, for proposals of up to `most` tokens. Raises what the models raise.
 
-    Calls over 1, 2, ... most + 1 tokens a row are those of the first rounds: what a device prepares once for each shape is
-    then prepared."""
+    Calls over 1, 2, ... most + 1 tokens per row are those of the first rounds, so what a device prepares once per shape is then
+    prepared.
+    """
     started_at = time.perf_counter()
     calls = _calls(target, draft, rows, most)
     least = _least(calls, SHORT_SECONDS)
@@ -81,22 +83,22 @@ def measure(target: nn.Module, draft: nn.Module | None, *, rows: Sequence[int], 
         plain = [call for call in calls if call.model == "target" and call.tokens == 1 and call.held == HELD[0]]
         alone = _least({call: calls[call] for call in plain}, SHORT_SECONDS / 5, queued=1)
         costs = replace(costs, alone={call.rows: max(alone[call] - least[call], 0.0) for call in plain})
-    log.info("%d calls timed in %.1f s", len(calls), time.perf_counter() - started_at)
+    log.info("timed %d calls in %.1f s", len(calls), time.perf_counter() - started_at)
     return costs
 
 
 def _calls(
     target: nn.Module, draft: nn.Module | None, rows: Sequence[int], most: int
 ) -> dict[_Call, Callable[..., None]]:
-    # Over one row every length: products come in tiles of four positions, and a call over four costs little more than one over
-    # three. Over more rows lines between a few lengths do.
+    # Every length over one row: products come in tiles of four positions, and a call over four costs little more than one over
+    # three. Over more rows, interpolation between a few lengths is sufficient.
     shapes = [(n, HELD[0], _lengths(n, most) if n == min(rows) else _few(_lengths(n, most))) for n in rows]
     held_rows = max(size for size in rows if size <= HELD_ROWS or size == min(rows))
     few = _few(_lengths(held_rows, most))
     shapes.append((held_rows, HELD[1], [few[0], few[-1]]))
     both, calls = Target(target, draft), dict[_Call, Callable[..., None]]()
     if (pages := both.cache(0).pages) is not None:
-        # Whenever the pool grew all calls would be traced again.
+        # Whenever the pool grows, all calls are traced again.
         needed = sum(size * pages_of([held + max(lengths)]) for size, held, lengths in shapes)
         pages.pool.grow(1 + needed * len(pages.groups.windows))
     steps = None if draft is None else draft_calls(draft).replayed(draft)
@@ -112,23 +114,23 @@ def _calls(
 
 
 def _lengths(rows: int, most: int) -> list[int]:
-    """Tokens a row of the calls that may be planned over so many rows."""
+    """Tokens per row of the calls that may be planned over this many rows."""
     strategy = current()
     return [1, *(n + 1 for n in strategy.allowed(most) if strategy.fits(rows, n))]
 
 
 def _few(lengths: Sequence[int]) -> list[int]:
-    """Those between which lines do."""
+    """The lengths between which interpolation is sufficient."""
     return sorted({*lengths[:2], lengths[len(lengths) // 2], lengths[-1]})
 
 
 def _fit(least: Mapping[_Call, float]) -> Costs:
-    """The table from the seconds of all calls."""
+    """The cost table from the seconds of all calls."""
     position: dict[_Model, dict[int, float]] = {"target": {}, "draft": {1: 0.0}, "backbone": {1: 0.0}}
     for call, far in least.items():
         if call.held == HELD[1]:
             near = least[call._replace(held=HELD[0])]
-            # Never less than nothing, nor so much that nothing is left for the rest of the call.
+            # Not negative, and at most half of the call.
             seconds = min(max(far - near, 0.0) / (HELD[1] - HELD[0]), near / (2 * HELD[0]))
             position[call.model][call.tokens] = seconds / call.rows
     empty: dict[_Model, dict[tuple[int, int], float]] = {"target": {}, "draft": {}, "backbone": {}}
@@ -147,17 +149,17 @@ def _fit(least: Mapping[_Call, float]) -> Costs:
 
 
 class Seeds:
-    """The costs of one target with the draft that serves. timed: costs with `draft`, from `measure`."""
+    """The costs of one target with the current draft. timed: costs with `draft`, from `measure`."""
 
     def __init__(self, timed: Costs, draft: nn.Module | None) -> None:
         self.costs = timed
         self.timed, self._draft = timed, draft
         self._ratios = {} if draft is None else {_shapes(draft): 1.0}
-        """What a step of drafts with these weights costs, as a multiple of the one that was timed."""
+        """The cost of a step of drafts with these weights, as a multiple of the one that was timed."""
 
     def switch(self, draft: nn.Module) -> Costs:
-        """The costs with another version of the draft. Where its weights are of other shapes, as with an adapter beside
-        quantised weights, a step is timed against one of the present draft."""
+        """The costs with another version of the draft. If the shapes of its weights differ, as with an adapter next to
+        quantised weights, one of its steps is timed against one of the current draft."""
         if self._draft is None:
             return self.costs
         shapes = _shapes(draft)
@@ -165,8 +167,8 @@ class Seeds:
             try:
                 ratio = step_ratios({"old": self._draft, "new": draft}, seconds=SWITCH_SECONDS)["new"]
             except Exception:
-                # Whatever is wrong with a draft shows, and is reported, where it drafts.
-                log.warning("a step of the new draft could not be timed: it is taken to cost as much", exc_info=True)
+                # A broken draft is detected and reported when it drafts.
+                log.warning("could not time a step of the new draft; assuming the cost of the old one", exc_info=True)
                 return self.costs
             self._ratios[shapes] = ratio * self._ratios[_shapes(self._draft)]
         self._draft = draft
@@ -175,11 +177,11 @@ class Seeds:
 
 
 def step_ratios(drafts: Mapping[str, nn.Module], *, seconds: float | None = None) -> dict[str, float]:
-    """What a draft step over one row costs with each of these drafts, as a multiple of what it costs with the first. seconds:
-    that short steps are timed for; None: SHORT_SECONDS.
+    """The cost of a draft step over one row with each of these drafts, as a multiple of that with the first. seconds: total
+    time for short steps; None: SHORT_SECONDS.
 
-    Drafts whose weights agree in names, shapes and precisions cost the same, and no chance of timing tells them apart; only
-    others are timed.
+    Drafts whose weights have the same names, shapes and precisions cost the same and get exactly equal ratios. Only others are
+    timed.
     """
     shapes = {name: _shapes(draft) for name, draft in drafts.items()}
     first = {shape: name for name, shape in reversed(shapes.items())}
@@ -198,8 +200,8 @@ _Name = TypeVar("_Name")
 
 
 def _least(runs: Mapping[_Name, Callable[..., None]], seconds: float, queued: int | None = None) -> dict[_Name, float]:
-    """The least seconds of a call in each run, which makes `queued` calls (None: as many as is usual). All are run in turn, so
-    that a slow moment of the machine spoils one sweep at most."""
+    """The minimum seconds per call of each run, which makes `queued` calls (None: the usual number). The runs alternate, so
+    that a slow moment of the machine affects at most one sweep."""
     # Where calls are traced, the last of these is replayed.
     for run in runs.values():
         for _ in range(FIRST_CALLS if current().replay else 1):
@@ -217,7 +219,7 @@ def _least(runs: Mapping[_Name, Callable[..., None]], seconds: float, queued: in
 
 
 def _queued() -> int:
-    """Calls that are launched before the last of them is waited for: as many as rounds leave under way, and some more."""
+    """Calls launched before waiting for the last: slightly more than the pending rounds of a decoder."""
     return 4 if current().launch_ahead else 1
 
 
@@ -227,7 +229,7 @@ def _shapes(model: nn.Module) -> Shapes:
 
 
 def _draft_step(draft: nn.Module, calls: DraftCalls, rows: int, held: int) -> Callable[..., None]:
-    """Calls of the draft, where its head is cut with ids of the rows' own."""
+    """Calls of the draft, whose head, if it is cut, gets extra ids."""
     run, head = _caller(calls.logits, RowCache(draft, rows), held), cut_head(draft)
     if head is None:
         return run
@@ -241,8 +243,8 @@ def _draft_step(draft: nn.Module, calls: DraftCalls, rows: int, held: int) -> Ca
 
 
 def _caller(model: Callable[[mx.array, RowCache], mx.array], cache: RowCache, held: int) -> Callable[..., None]:
-    """Makes calls over so many tokens of each row, `queued` of them (None: as many as is usual), and waits. Rows hold `held`
-    positions, every other one fewer by one: batches are seldom of equal lengths."""
+    """Makes `queued` calls (None: the usual number) over a number of tokens per row, and waits. Rows hold `held` positions,
+    every other one fewer by one, because batches rarely have equal lengths."""
     rows = len(cache.lengths.host)
     lengths = [held - row % 2 for row in range(rows)]
 
@@ -255,6 +257,6 @@ def _caller(model: Callable[[mx.array, RowCache], mx.array], cache: RowCache, he
     def call(tokens: int, queued: int | None = None) -> None:
         device.wait([launched(tokens) for _ in range(queued or _queued())])
 
-    # What is held need not have been read to cost what it costs: zeros do.
+    # The contents of the cache do not affect the cost, so zeros are sufficient.
     call(1, queued=1)
     return call

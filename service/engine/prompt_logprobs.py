@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's own tokens, from the logits of the target's prefill."""
+"""Log-probabilities of a prompt's tokens, from the logits of the target's prefill."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from service.engine.accept import finite_positions
 from service.engine.top_logprobs import Floats, Ids, top_logits
 
 LOGITS_BYTES = 2**26
-"""Of a call's float32 logits: prompts whose log-probabilities are wanted are prefilled so many tokens at a time."""
+"""Limit for a call's float32 logits. It determines how many tokens of a prompt are prefilled at a time if log-probabilities are
+requested."""
 
 
 def tokens_at_once(vocabulary: int) -> int:
-    """Tokens of a prefill call whose logits fit into LOGITS_BYTES: a power of two, so that widths of calls come again."""
+    """Tokens of a prefill call whose logits fit into LOGITS_BYTES: a power of two, so that widths of calls repeat."""
     return 1 << max(LOGITS_BYTES // (4 * vocabulary), 1).bit_length() - 1
 
 
 class PromptScores:
-    """What is known of one prompt's log-probabilities while it is prefilled. tokens: the prompt. count: of the most likely
-    tokens, how many are kept at each place."""
+    """The log-probabilities of one prompt while it is prefilled. tokens: the prompt. count: number of most likely tokens kept
+    per position."""
 
     def __init__(self, tokens: Sequence[int], count: int) -> None:
         self.tokens = tokens
         self.count = count
         self.scored = 0
-        """Tokens that have a log-probability: those behind the first, from its side on."""
+        """Number of tokens with a log-probability so far, not counting the first token, which has none."""
         self.failed: int | None = None
-        """The first place in the prompt whose logits are not finite."""
+        """The first position in the prompt whose logits are not finite."""
         self._logprobs: list[Floats] = []
         self._ranks: list[Ids] = []
         self._top_ids: list[Ids] = []
@@ -48,7 +49,7 @@ class PromptScores:
         """Append those of the next n tokens. logprobs, ranks, finite: (n,). top_ids, top: (n, at least `count`)."""
         if self.failed is None and not finite.all():
             self.failed = self.scored + 1 + int(np.argmin(finite))
-        # Copies: what was read of a whole call would be kept.
+        # Copied, because a view would keep what was read for the whole call.
         self._logprobs.append(np.maximum(logprobs, LEAST_LOGPROB))
         self._ranks.append(ranks.copy())
         self._top_ids.append(top_ids[:, : self.count].copy())
@@ -56,7 +57,7 @@ class PromptScores:
         self.scored += len(logprobs)
 
     def logprobs(self) -> PromptLogprobs:
-        """All of them, once they are complete."""
+        """All log-probabilities, once they are complete."""
         count = self._top[0].shape[1] if self._top else 0
         return PromptLogprobs(
             tuple(self.tokens),
@@ -71,10 +72,10 @@ class PromptScores:
 def score_chunk(
     logits: mx.array, scores: Sequence[PromptScores | None], starts: Sequence[int], counts: Sequence[int]
 ) -> None:
-    """Add what a prefill call says of the tokens behind those that it was over. One host sync.
+    """Add the log-probabilities of the tokens that follow those of a prefill call. One host sync.
 
-    logits: (B, N, V) of the call, of which rows beyond `scores` are padding. scores: of each row; None: not wanted. starts,
-    counts: where the call began in each row's prompt, and its tokens there.
+    logits: (B, N, V) of the call; rows beyond `scores` are padding. scores: of each row; None: not requested. starts, counts:
+    the position in each row's prompt where the call began, and the number of its tokens.
     """
     wanted = [
         (row, each)
@@ -95,8 +96,9 @@ def score_chunk(
 
 
 def _measured(logits: mx.array, tokens: mx.array, count: int) -> tuple[mx.array, ...]:
-    """Of tokens (n,) under float32 logits (n, V): log-probabilities (n,) and ranks (n,), uint32, 1 for the most likely one; the
-    `count` most likely tokens (n, count) and theirs; whether the logits are finite (n,). Ids beyond V have no probability."""
+    """For tokens (n,) under float32 logits (n, V): log-probabilities (n,); ranks (n,), uint32, 1 for the most likely token; the
+    `count` most likely tokens (n, count) and their log-probabilities; whether the logits are finite (n,). Ids beyond V have
+    zero probability."""
     vocabulary = logits.shape[-1]
     lse = mx.logsumexp(logits, axis=-1)
     own = mx.take_along_axis(logits, mx.minimum(tokens, vocabulary - 1)[:, None], axis=-1)

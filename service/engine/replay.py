@@ -1,7 +1,7 @@
-"""Model calls that are traced once for each shape and replayed, where the host is what a round waits for.
+"""Model calls that are traced once per shape and replayed, for devices whose rounds are limited by the host.
 
-A target's call over a few tokens is a thousand operations, which Python describes in 1.5 to 4 ms. `mx.compile` describes them
-once, and may use kernels that would cost Python too much in every call (`products`).
+A target's call over a few tokens consists of about a thousand operations, which Python takes 1.5 to 4 ms to build. `mx.compile`
+builds them once, and a traced call can use kernels that would take Python too long in every call (`products`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from service.engine.strategy import current
 log = logging.getLogger(__name__)
 
 MOST_TRACES = 128
-"""Traces that are held, those used last: each takes one to four megabytes of the host."""
+"""Maximum traces kept, most recently used. Each takes one to four megabytes of host memory."""
 FIRST_CALLS = 3
-"""Calls of a shape until it is replayed as it will always be: the first of all, the one that is traced, and one more."""
+"""Calls of a shape until it is replayed in its final form: the very first call, the traced one, and one more."""
 
 Arguments: TypeAlias = Sequence[Any]
 """Trees (lists, tuples and dicts) of arrays, numbers, booleans and None."""
@@ -34,12 +34,12 @@ Call: TypeAlias = Callable[[Arguments, RowCache], Any]
 
 
 class Replay:
-    """Calls of a model over a row cache. call: runs it over arguments and a cache, to which it appends keys and values, and
-    returns a tree of arrays. Everything else that it reads must stay what it is. traces_first: trace the first call too; else
-    it runs as it is, so that what a model makes in its first call is not made inside a trace.
+    """Traced calls of a model over a row cache. call: runs the model over arguments and a cache, to which it appends keys and
+    values, and returns a tree of arrays. Everything else that it reads must not change. traces_first: trace the first call too;
+    otherwise it runs untraced, so that arrays which a model creates in its first call are not created inside a trace.
 
-    Calls over more than `attention.FEW` tokens a row, of models with recurrent states or attention of their own, and where the
-    device gains nothing by it (`strategy`), run as they are; so do calls inside another trace.
+    Some calls run untraced: those over more than `attention.FEW` tokens per row, those of models with recurrent states or
+    custom attention, those on devices that do not benefit (`strategy`), and those inside another trace.
     """
 
     def __init__(self, model: nn.Module, call: Call, *, traces_first: bool = False) -> None:
@@ -52,7 +52,7 @@ class Replay:
             products.route(model)
 
     def __call__(self, arguments: Arguments, cache: RowCache, count: int) -> Any:
-        """What the call returns. Its keys and values are in `cache`. count: tokens of each row that it appends."""
+        """The result of the call, whose keys and values are in `cache` afterwards. count: tokens appended to each row."""
         usual = self._possible and cache.routed and not cache.states and count <= attention.FEW
         pages = cache.pages
         if not usual or pages is None or products.inside() or not pages.pool.layers:
@@ -66,14 +66,14 @@ class Replay:
         if trace is None:
             if not self._called:
                 self._called = True
-                # With the kernels that a trace has, so that both give the same bits.
+                # Use the kernels of a traced call, so that both give the same bits.
                 cache.lengths.equal = False
                 return _by_kernel(self._call, arguments, cache)
             trace = self._new_trace(pages.groups, pages.written())
         try:
             returned, buffers, writes = trace(arguments, cache.lengths.starts(cache.ahead), pages.table, buffers)
-        except Exception as error:  # noqa: BLE001  (whatever the model raises, it may raise because it is traced)
-            log.warning("a model's calls cannot be traced and run as they are: %s", error)
+        except Exception as error:  # noqa: BLE001  (tracing may be the cause of any error)
+            log.warning("cannot trace a model's calls, running them untraced: %s", error)
             self._possible = False
             return self._call(arguments, cache)
         cache.appended(count, buffers, writes)
@@ -84,7 +84,7 @@ class Replay:
         return returned
 
     def _new_trace(self, groups: Groups, written: Sequence[int]) -> Callable[..., Any]:
-        # Not `self`, which holds the traces: in a cycle they and the weights in them would stay until Python's collector runs.
+        # Not `self`, which holds the traces: a reference cycle would keep them and their weights until garbage collection.
         model, call = self._model, self._call
 
         def run(
@@ -104,5 +104,5 @@ def _by_kernel(call: Call, arguments: Arguments, cache: RowCache) -> Any:
 
 
 def _kind(leaf: Any) -> Hashable:
-    """What tells two calls' arguments apart."""
+    """The key that distinguishes the arguments of two calls."""
     return (leaf.shape, leaf.dtype) if isinstance(leaf, mx.array) else leaf

@@ -1,4 +1,4 @@
-"""A request in the batch: its tokens, its text, when it ends, and the generation that is recorded of it."""
+"""A request in the batch: its tokens and text, its stopping conditions, and the generation that is recorded."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from service.engine.top_logprobs import pack
 log = logging.getLogger(__name__)
 
 PADDING_LENGTH = 15
-"""Positions that a padding row holds: with its newest token no fewer than a draft step takes of any row."""
+"""Positions that a padding row holds. Together with its newest token, at least as many as a draft step reads from any row."""
 PADDING_TEXT = (0,) * (PADDING_LENGTH + 1)
 
 
@@ -46,7 +46,7 @@ class Detokenizer(Protocol):
 
     @property
     def text(self) -> str:
-        """The text so far, as far as it is complete UTF-8."""
+        """The text so far, up to the last complete UTF-8 character."""
         ...
 
     def add_token(self, token: int) -> None:
@@ -54,29 +54,29 @@ class Detokenizer(Protocol):
         ...
 
     def finalize(self) -> None:
-        """Add incomplete text to `text`; no token follows."""
+        """Append the remaining incomplete text to `text`. No tokens may follow."""
         ...
 
 
 class TextStream:
-    """Streaming detokenisation with stop strings. Holds back text that may be the start of a stop string. include_stop: the
-    stop string that is complete is part of the text."""
+    """Streaming detokenization with stop strings. Text that may be the start of a stop string is held back. include_stop: the
+    matched stop string is part of the text."""
 
     def __init__(self, detokenizer: Detokenizer, stop: Sequence[str], *, include_stop: bool = False) -> None:
         self.detokenizer = detokenizer
         self.stop = stop
         self.include_stop = include_stop
         self.stopped_by: str | None = None
-        """The stop string that is complete."""
+        """The stop string that was matched."""
         self.sent = 0
         self.end: int | None = None
         self.finished = False
         self._unchecked: int | None = 0
-        """Characters in which no stop string ends; None: none ends in all that there is."""
+        """Number of leading characters in which a stop string may not end; None: it may not end anywhere in the text so far."""
 
     def add(self, token: int, *, checked: bool = True) -> bool:
-        """Append a token. Returns True when a stop string is complete; what follows is not part of the text, nor is the string
-        itself unless it is included. checked: a stop string may end with this token."""
+        """Append a token. Returns True once a stop string is matched; neither the text after it nor, unless included, the
+        string itself is part of the text. checked: a stop string may end with this token."""
         if checked and self._unchecked is None:
             self._unchecked = len(self.detokenizer.text)
         self.detokenizer.add_token(token)
@@ -85,7 +85,7 @@ class TextStream:
         return self._stopped()
 
     def finish(self) -> bool:
-        """The request has ended: nothing is held back. Returns True when a stop string is complete, also in text that the
+        """End the text; nothing is held back any more. Returns True if a stop string is matched, including in text that the
         detokenizer held back."""
         self.finished = True
         if self.end is None:
@@ -95,7 +95,7 @@ class TextStream:
     def _stopped(self) -> bool:
         if self.stop and self.end is None and self._unchecked is not None:
             text, unchecked = self.detokenizer.text, self._unchecked
-            # A new match ends in unsent text, so it starts at most its own length before the end of the sent text.
+            # A new match ends in unsent text, so it starts at most its length before the end of the sent text.
             starts = ((max(0, self.sent - len(stop), unchecked - len(stop) + 1), stop) for stop in self.stop)
             found = [(at, stop) for start, stop in starts if (at := text.find(stop, start)) >= 0]
             self.end, self.stopped_by = min(found, default=(None, None))
@@ -104,7 +104,7 @@ class TextStream:
         return self.end is not None
 
     def delta(self) -> str:
-        """New text since the last call that can be sent."""
+        """The new text that can be sent."""
         text = self.detokenizer.text[: self.end]
         safe = len(text)
         if not self.finished and self.end is None:
@@ -120,9 +120,9 @@ class TextStream:
 
 @dataclass(slots=True)
 class Request:
-    """A row of the batch. Times are of `time.perf_counter`, in seconds.
+    """A row of the batch. Times are from `time.perf_counter`, in seconds.
 
-    tokens: prompt and output; the target has processed all but the last.
+    tokens: prompt and output. The target has processed all but the last.
     """
 
     id: str
@@ -132,37 +132,37 @@ class Request:
     tokens: list[int] = field(init=False)
     finish: FinishReason | None = None
     error: NonFiniteLogits | None = None
-    """Why it ended without an answer."""
+    """Why the request ended without an answer."""
     padding: bool = False
-    """It only fills a batch up: nobody asked for it, and it has no output."""
+    """Whether this is a padding row, which has no output and belongs to no client."""
     cached_tokens: int = 0
     """Prompt tokens that were loaded from the prefix cache."""
     rounds: list[Round] = field(default_factory=list[Round])
     cases: list[FailureCase] = field(default_factory=list[FailureCase])
     evidence: list[tuple[Evidence, int]] = field(default_factory=list[tuple[Evidence, int]])
-    """What is logged, with the number of tokens that each round emitted."""
+    """The logged evidence, each with the number of tokens that its round emitted."""
     newest_evidence: Evidence | None = None
-    """Of the last round."""
+    """The evidence of the last round."""
     newest_shown: list[bool] = field(default_factory=list[bool])
-    """Of each token of the last round, whether it is part of the text."""
+    """For each token of the last round: whether it is part of the text."""
     scores: PromptScores | None = None
-    """Its prompt's log-probabilities, where they are wanted, until they are sent."""
+    """The prompt's log-probabilities, if requested, until they are sent."""
     counts: TokenCounts = field(default_factory=TokenCounts)
-    """Of its tokens, as far as a penalty has asked for them."""
+    """Token counts of the row, computed as far as a penalty needed them."""
     ngrams: NGramIndex = field(default_factory=NGramIndex)
     predicted: PredictedText | None = field(init=False)
-    """Where the answer is in the prediction that it came with."""
+    """Tracks the position of the answer in the client's predicted output."""
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(0))
-    """Of the serving draft's proposals in this row."""
+    """Acceptance of the current draft's proposals in this row."""
     draft_failures: int = 0
-    """Rounds in which the serving draft's logits for this row were not finite."""
+    """Rounds in which the current draft's logits for this row were not finite."""
     draft_again: int = 0
-    """The number of the row's rounds from which the draft proposes tokens for it (again)."""
+    """The index of the row's round from which on the draft proposes tokens for it."""
     arrived_at: float = field(default_factory=time.perf_counter)
     admitted_at: float = field(default_factory=time.perf_counter)
-    """When it was taken out of the queue for the first time, which is when a row is made for it."""
+    """When the request first left the queue. The row is created at that time."""
     decode_started_at: float = 0.0
-    """When the prefill was done and the row joined the batch."""
+    """When prefill ended and the row joined the batch."""
     first_token_at: float = 0.0
     last_token_at: float = 0.0
 
@@ -183,59 +183,59 @@ class Request:
         return len(self.tokens) - len(self.prompt.tokens)
 
     def fail(self) -> None:
-        """End the request: the target's logits for its next token are not finite. Nothing of it is recorded or cached."""
+        """End the request because the target's logits for its next token are not finite. Nothing is recorded or cached."""
         self.error = NonFiniteLogits(
-            f"the model computed logits that are not finite for output token {self.emitted + 1}, so that no token can be "
-            "chosen; nothing of this answer was recorded"
+            f"the model computed logits that are not finite for output token {self.emitted + 1}, so no token can "
+            "be chosen; this answer was not recorded"
         )
         self.finish = FinishReason.CANCELLED
-        log.error("request %s: the target's logits are not finite at output token %d", self.id, self.emitted + 1)
+        log.error("request %s: non-finite target logits at output token %d", self.id, self.emitted + 1)
 
     @property
     def unscored(self) -> bool:
-        """Whether log-probabilities of its prompt are wanted that no prefill has computed yet."""
+        """Whether log-probabilities of the prompt are requested and not computed yet."""
         return self.scores is not None and not self.scores.complete
 
     def prompt_ended(self) -> None:
-        """Its prompt was prefilled. Ends the request where it has no answer, or where the target's logits in its prompt are not
-        finite; nothing of it is recorded or cached then."""
+        """Called when the prompt has been prefilled. Ends the request if no output is requested, or if the target's logits in
+        the prompt are not finite; nothing of it is recorded or cached in that case."""
         if self.scores is not None and self.scores.failed is not None:
             self.error = NonFiniteLogits(
-                f"the model computed logits that are not finite for prompt token {self.scores.failed + 1}, so that it has no "
+                f"the model computed logits that are not finite for prompt token {self.scores.failed + 1}, so it has no "
                 "log-probability"
             )
             self.finish = FinishReason.CANCELLED
-            log.error("request %s: the target's logits are not finite at prompt token %d", self.id, self.scores.failed)
+            log.error("request %s: non-finite target logits at prompt token %d", self.id, self.scores.failed)
         elif self.prompt.sampling.max_tokens == 0:
             self.finish = FinishReason.LENGTH
 
     def take_prompt_logprobs(self) -> PromptLogprobs | None:
-        """Its prompt's log-probabilities, once: they are dropped here. None where they are not wanted."""
+        """Returns the prompt's log-probabilities once and drops them. None if they were not requested."""
         scores, self.scores = self.scores, None
         return None if scores is None or self.error is not None else scores.logprobs()
 
     @property
     def by_history(self) -> bool:
-        """Whether its next logits depend on its tokens so far (`history`)."""
+        """Whether the next logits depend on the tokens so far (`history`)."""
         sampling = self.prompt.sampling
         return sampling.penalised or bool(sampling.bad_words) or self.emitted < sampling.min_tokens
 
     def needs_evidence(self, collect: bool) -> bool:
-        """Whether the target's probabilities at its output are read. collect: those of rows that may be stored are logged."""
+        """Whether the target's probabilities of the output are needed. collect: log them for rows that may be stored."""
         return self.prompt.logprobs is not None or self._logged(collect)
 
     def _logged(self, collect: bool) -> bool:
         return collect and self.prompt.store and not self.prompt.bent
 
     def _ends(self, token: int) -> bool:
-        """Whether the answer ends with this token. What a grammar ends has ended, whatever `ignore_eos` says."""
+        """Whether the answer ends with this token. A completed grammar ends it even with `ignore_eos`."""
         sampling = self.prompt.sampling
         if token in sampling.stop_token_ids:
             return True
         return token in self.eos and (not sampling.ignore_eos or self.prompt.constraint is not None)
 
     def _is_text(self, token: int) -> bool:
-        """Whether a token of the output is part of its text."""
+        """Whether an output token is part of the text."""
         if token in self.eos or (
             not self.prompt.sampling.include_stop and token in self.prompt.sampling.stop_token_ids
         ):
@@ -246,7 +246,7 @@ class Request:
         """Append the tokens of a round, up to where the request ends. Positions after the end count neither as drafted nor as
         accepted.
 
-        tokens: the accepted ones and the corrected or bonus token. drafted: the whole proposal. Returns the row's new tokens
+        tokens: the accepted tokens and the corrected or bonus token. drafted: the whole proposal. Returns the row's new tokens
         and text.
         """
         start, accepted, emitted = self.emitted, len(tokens) - 1, 0
@@ -267,7 +267,7 @@ class Request:
         if (constraint := self.prompt.constraint) is not None:
             constraint.advance(tokens[:emitted])
             if constraint.failed:
-                # Only the end was allowed: the answer is cut, not complete.
+                # Only the end was allowed: the answer is truncated, not complete.
                 self.finish = FinishReason.LENGTH
         if self.finish and self.text is not None and self.text.finish():
             self.finish = FinishReason.STOP
@@ -281,18 +281,18 @@ class Request:
     def add_evidence(
         self, evidence: Evidence, tokens: Sequence[int], drafted: Sequence[int], tie_margin: float, *, collect: bool
     ) -> None:
-        """Take the evidence of the last round. Where the row is logged (`collect`), it is stored, with a failure case where a
-        draft token was rejected.
+        """Add the evidence of the last round. If the row is logged (`collect`), the evidence is stored, with a failure case if
+        a draft token was rejected.
 
-        tokens, drafted: as for `append_round`. tie_margin: a case is a tie where the target's two best log-probabilities differ
-        by less.
+        tokens, drafted: as for `append_round`. tie_margin: a case is a tie if the target's two best log-probabilities differ by
+        less.
         """
         self.newest_evidence = evidence
         if not self._logged(collect):
             return
         newest, accepted = self.rounds[-1], len(tokens) - 1
         self.evidence.append((evidence, newest.emitted))
-        # A token that a grammar forbids was not the target's to reject, nor one that it prefers and a penalty keeps it from.
+        # No failure case where a grammar forbade the token, or where only a penalty kept the target from choosing it.
         forbidden = self.prompt.constraint is not None and evidence.p == 0.0
         if self.prompt.sampling.penalised and accepted < len(drafted):
             forbidden |= int(evidence.top_ids[accepted, 0]) == drafted[accepted]
@@ -313,7 +313,7 @@ class Request:
             )
 
     def newest_logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """Of the tokens of the last round that are part of the text, and of the one that ends it where that is wanted; empty
+        """Log-probabilities of the last round's tokens that are part of the text, and of the end token if requested. Empty
         unless the prompt asks for them."""
         count, evidence = self.prompt.logprobs, self.newest_evidence
         if count is None or evidence is None:
@@ -331,7 +331,7 @@ class Request:
         )
 
     def finished(self) -> Finished:
-        """The last event of the request. Its prompt time includes waiting in the queue."""
+        """The last event of the request. Its prompt time includes the time in the queue."""
         used = dict.fromkeys(round.adapter for round in self.rounds if round.drafted and round.source is Source.DRAFT)
         accepted = Counter(round.accepted for round in self.rounds if round.drafted)
         decode_started_at = self.decode_started_at or self.arrived_at
@@ -358,7 +358,8 @@ class Request:
         return Finished(self.id, self.finish or FinishReason.CANCELLED, tuple(self.output), timings, stopped_by)
 
     def generation(self, provenance: Provenance) -> Generation | None:
-        """The generation to record; None without evidence and of a failed request. provenance: of the models that made it."""
+        """The generation to record. None if there is no evidence or the request failed. provenance: of the models that produced
+        it."""
         if not self.evidence or self.error is not None:
             return None
         return Generation(
@@ -382,12 +383,12 @@ class Request:
 
 
 def _possible(ids: Sequence[int], logprobs: Sequence[float]) -> tuple[tuple[int, float], ...]:
-    """Those of the most likely tokens that no grammar forbids."""
+    """The most likely tokens, without those that a grammar forbids."""
     return tuple((token, value) for token, value in zip(ids, logprobs, strict=True) if value > -float("inf"))
 
 
 def padding_row(draft_length: int) -> Request:
-    """A row for the places of a batch that no request has; it may have several. draft_length: see Batch."""
+    """A row that fills unused slots of a batch. The same object may fill several. draft_length: see Batch."""
     prompt = Prompt(PADDING_TEXT, Sampling(), store=False)
     return Request(
         "", prompt, frozenset(), None, finish=FinishReason.LENGTH, padding=True, acceptance=Acceptance(draft_length)
@@ -395,6 +396,6 @@ def padding_row(draft_length: int) -> Request:
 
 
 def prefill_ratio(rows: Sequence[Request]) -> float:
-    """Prompt tokens that had to be prefilled, per output token that may follow."""
+    """Prefilled prompt tokens per output token that may follow."""
     prefilled = sum(len(row.prompt.tokens) - row.cached_tokens for row in rows)
     return prefilled / max(sum(row.prompt.sampling.max_tokens for row in rows), 1)

@@ -1,4 +1,4 @@
-"""A round in its stages: planned, launched, read, reported."""
+"""The stages of a round: planned, launched, read, reported."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from service.engine.sampling import SamplingBatch
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A planned round; everything by row. visible: tokens as the draft sees them. found, matches: look-ups. irregular: the
-    draft's cache lacks more tokens than a step takes, or rows have just come or gone, so that the round's time says nothing of
-    others. started_at: perf_counter when it was planned."""
+    """A planned round, by row. visible: tokens as the draft sees them. found, matches: lookups. irregular: the draft needs a
+    catch-up call or rows have just changed, so the round's time is not representative. started_at: perf_counter when it was
+    planned."""
 
     rows: Sequence[Request]
     visible: Sequence[Sequence[int]]
@@ -39,23 +39,23 @@ class Plan:
 
     @property
     def requests(self) -> list[Request]:
-        """The rows that are no padding."""
+        """The rows that are not padding."""
         return [row for row in self.rows if not row.padding]
 
     @property
     def sources(self) -> list[Source]:
-        """Who proposes each row's tokens."""
+        """The source of each row's proposal."""
         pairs = zip(self.choice.looked_up, self.found, strict=True)
         return [found.source if n and found else Source.DRAFT for n, found in pairs]
 
     def without_proposals(self) -> Plan:
-        """The plan with nothing drafted and nothing looked up. Its time says nothing of other rounds."""
+        """The plan without drafting and lookups. Its time is not representative."""
         none = [None] * len(self.rows)
         choice = Choice(0, (0,) * len(self.rows))
         return replace(self, choice=choice, found=none, matches=none, steps=DraftSteps(0), irregular=True)
 
     def having(self, drafted: int) -> Plan:
-        """The plan after the draft stopped at so many tokens."""
+        """The plan for a draft that stopped after `drafted` tokens."""
         return replace(self, choice=self.choice.with_drafted(drafted))
 
 
@@ -63,9 +63,9 @@ class Plan:
 class Outcome:
     """A round's tokens, by row.
 
-    emitted: the accepted tokens and the bonus or corrected one. proposed: the proposal, without positions where the draft's
+    emitted: the accepted tokens and the bonus or corrected token. proposed: the proposal, without positions where the draft's
     logits were not finite. draft_finite: whether all of the draft's logits were finite. target_finite: whether the target's
-    were at every emitted position. rejected_finite: whether they were at the positions behind those too.
+    were at every emitted position. rejected_finite: whether they were at the later positions too.
     """
 
     emitted: list[list[int]]
@@ -75,12 +75,12 @@ class Outcome:
     rejected_finite: list[bool]
 
     def failing(self, rows: Sequence[Request]) -> list[int]:
-        """The rows that need a token and get none, because the target's logits for it are not finite."""
+        """The rows that need a token but get none, because the target's logits for it are not finite."""
         return [i for i, row in enumerate(rows) if row.finish is None and not self.target_finite[i]]
 
     @property
     def clean(self) -> bool:
-        """All logits of the round were finite."""
+        """Whether all logits of the round were finite."""
         return all((*self.draft_finite, *self.target_finite, *self.rejected_finite))
 
 
@@ -89,12 +89,13 @@ class RoundArrays:
     """A round over B rows and K proposed tokens, on the device.
 
     emitted: (B, K+1), of which row b emits the first accepted[b] + 1. target_finite: (B, K+1), see `accept.finite_positions`.
-    accepted: (B,), proposed: (B, K), usable: (B, K), see Proposal; None where nothing was proposed. draft_finite: (B, K),
-    whether the draft's logits were finite; None where nothing was drafted.
-    evidence: `RoundEvidence.arrays`. features: (B, K+1, width), the target's, where the draft reads them.
+    accepted: (B,), proposed: (B, K), usable: (B, K), see Proposal; None if nothing was proposed. draft_finite: (B, K), whether
+    the draft's logits were finite; None if nothing was drafted. evidence: `RoundEvidence.arrays`. features: (B, K+1, width),
+    the target's, if the draft reads them.
 
-    Where the next round may be launched ahead: packed, all that the host reads; newest (B, 2), ends (B,), see Unread.
-    Elsewhere: logits and distribution (B, K+1, V), before and after the sampling transform."""
+    Only if the next round may be launched ahead: packed, all that the host reads; newest (B, 2), ends (B,), see Unread.
+    Otherwise: logits and distribution (B, K+1, V), before and after the sampling transform.
+    """
 
     emitted: mx.array
     target_finite: mx.array
@@ -116,15 +117,16 @@ class RoundArrays:
 
     @property
     def read(self) -> list[mx.array]:
-        """What the host reads: tokens, then evidence."""
+        """The arrays that the host reads: tokens, then evidence."""
         tokens = (self.emitted, self.target_finite, self.accepted, self.proposed, self.usable, self.draft_finite)
         return [*(each for each in tokens if each is not None), *self.evidence]
 
 
 @dataclass(slots=True)
 class Step:
-    """A launched round, not read yet. drafted: it has a proposal of the draft. others: arrays to be computed with it. follows:
-    it was launched before the round before it was read; second: and that one drafted, or followed none."""
+    """A launched round that was not read yet. drafted: it includes a draft proposal. others: arrays to be computed with it.
+    follows: it was launched before the previous round was read. second: and that previous round drafted, or was not itself
+    launched ahead."""
 
     plan: Plan
     sampling: SamplingBatch
@@ -138,13 +140,13 @@ class Step:
     """The arrays of the evidence, once the round was read."""
 
     def launch(self) -> None:
-        """Hand it to the device without waiting."""
+        """Hand the round to the device without waiting."""
         device.launch(self.arrays.packed, self.others)
-        # A cache that is still referred to would be copied by the next write.
+        # The next write would copy a cache that is still referenced.
         self.others = ()
 
     def read(self) -> Outcome:
-        """Wait for it, once. Raises what went wrong in computing it."""
+        """Wait for the round, once. Raises errors of its computation."""
         arrays = self.arrays
         if arrays.packed is not None:
             values = device.read_packed(arrays.packed, arrays.read)
@@ -169,7 +171,8 @@ class Step:
         )
 
     def evidence(self, outcome: Outcome) -> list[Evidence]:
-        """The evidence of its rows, once it was read: read with it, or else computed now, with one more wait."""
+        """The evidence of the round's rows: read together with the round, or computed now with one more wait. Call after
+        `read`."""
         pairs = zip(outcome.proposed, self.plan.sources, strict=True)
         drafted = [tokens if source is Source.DRAFT else [] for tokens, source in pairs]
         if self.arrays.evidence:
@@ -180,21 +183,21 @@ class Step:
         return gather_evidence(logits, distribution, self.sampling, outcome.emitted, drafted, draft_logits)
 
     def unread(self) -> Unread:
-        """How its rows end. Its host's numbers are those of the round before."""
+        """The ends of its rows. Lengths on the host are those of the previous round."""
         newest, ends = self.arrays.newest, self.arrays.ends
         assert newest is not None and ends is not None
         most = [len(row.tokens) - 1 + self.arrays.emitted.shape[1] for row in self.plan.rows]
         if any(row.finish is not None and not row.padding for row in self.plan.rows):
-            # Of a row that ended in the round before, the device took more tokens than it kept.
+            # For a row that ended in the previous round, the device accepted more tokens than the row kept.
             ends = mx.minimum(ends, mx.array(most, dtype=mx.int32))
         return Unread(newest, ends, most)
 
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """A round whose target call was launched and that is not decided yet (`Runner.decide`), because the rows' grammars go by
-    tokens that are not read. arguments: what `Runner._decided` takes. logits: (B, K+1, V), the target's. starts: (B,), where
-    its tokens begin. drafted: (B, K), what the draft has proposed, for the host. before: the round that it follows."""
+    """A round whose target call was launched but which is not completed yet (`Runner.decide`), because the rows' grammars
+    depend on tokens that are not read. arguments: for `Runner._decided`. logits: (B, K+1, V), the target's. starts: (B,), the
+    position of each row's first token. drafted: (B, K), the draft's proposal, for the host. before: the previous round."""
 
     plan: Plan
     sampling: SamplingBatch
@@ -208,8 +211,8 @@ class Called:
 
 @dataclass(frozen=True, slots=True)
 class RoundReport:
-    """What a round emitted, by row. rows: in batch order, finished ones included. seconds: duration of the round. failed: the
-    requests that the round ended without a token, because the target's logits for them were not finite (`Request.error`)."""
+    """What a round emitted, by row. rows: in batch order, including finished ones. seconds: duration of the round. failed: the
+    requests that ended without a token, because the target's logits for them were not finite (`Request.error`)."""
 
     rows: tuple[Request, ...]
     deltas: tuple[Delta, ...]

@@ -1,4 +1,4 @@
-"""The device side of a round: draft steps, the target call that verifies, acceptance and evidence, launched without a wait."""
+"""The device side of a round: draft steps, verification, acceptance and evidence, launched without waiting."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from service.engine.strategy import current
 
 class Runner:
     """Runs planned rounds over a batch. vocabulary: width of the target's logits. collect: gather evidence for rows that may be
-    stored. key: of rows that sample without a seed.
+    stored. key: random key for rows that sample without a seed.
 
-    An error of the draft, raised while it proposes or while the round is computed, disables the draft, and the round runs
+    If the draft raises an error, while it proposes or while the round is computed, the draft is disabled and the round runs
     without it. Errors of the target are raised.
     """
 
@@ -43,10 +43,11 @@ class Runner:
         self._ends: tuple[list[bool], mx.array] | None = None
         self._replay = Replay(batch.target.model, self._verified)
         self.on_progress: Callable[[], None] = lambda: None
-        """Called between the calls of what takes longer than a round."""
+        """Called between the calls of work that takes longer than a round."""
 
     def launch(self, plan: Plan) -> Step:
-        """Launch a round; on a CPU only its graph is made, but for rows with a grammar. Raises what the target raises."""
+        """Launch a round. On a CPU this only builds its graph, except for rows with a grammar. Raises what the target
+        raises."""
         sampling = self._sampling_of(plan.rows)
         draft_key, verify_key = self._keys(sampling, 2)
         noise = SharedNoise(sampling, [row.emitted for row in plan.rows], self.vocabulary)
@@ -66,16 +67,18 @@ class Runner:
             return self._without_draft(plan, error)
 
     def launch_after(self, step: Step, plan: Plan) -> Step | Called:
-        """Launch a round behind one that was not read yet: it goes on from the tokens that the device has just chosen. Not
-        behind a drafted round where rows have a seed, for their noise depends on how many tokens they have, or where draft
-        steps have masks; nor behind any round where logits depend on what the rows have said (`History`). Batches with a
-        grammar get their call alone, which `decide` makes a round of. Where it raises with a proposal in it, `restore` goes on
-        without the draft, once `step` was read."""
+        """Launch a round before the previous one was read, continuing from the tokens that the device has just chosen.
+
+        Not allowed after a drafted round if rows have a seed, because their noise depends on the number of their tokens, or if
+        draft steps are masked. Not allowed at all if logits depend on earlier tokens (`History`). For batches with a grammar,
+        only the target's call is launched, and `decide` completes the round. If this raises with a proposal in it, `restore`
+        continues without the draft once `step` was read.
+        """
         sampling, cache = self._sampling_of(plan.rows), self._batch.cache
         draft_key, verify_key = self._keys(sampling, 2)
         launched = self._call if self._batch.constrained else self._verify
         if not step.drafted:
-            # Every row gets one token.
+            # Every row gets exactly one token.
             noise = SharedNoise(sampling, [row.emitted + 1 for row in plan.rows], self.vocabulary)
             cache.commit(1)
             return launched(plan, None, sampling, noise, verify_key, step)
@@ -88,24 +91,24 @@ class Runner:
         return launched(plan, proposal, sampling, noise, verify_key, step)
 
     def read(self, step: Step) -> tuple[Step, Outcome]:
-        """Wait for a round. Launches it again without the draft if the draft raised, and without any proposal if the target's
-        logits for a row are not finite. Returns the step that was read."""
+        """Wait for a round. Relaunches it without the draft if the draft raised an error, and without any proposal if the
+        target's logits for a row are not finite. Returns the step that was read."""
         try:
             outcome = step.read()
         except Exception as error:
-            # MLX raises where arrays are evaluated, and the proposal is evaluated with the verification.
+            # MLX raises errors on evaluation, and the proposal is evaluated together with the verification.
             if not step.drafted:
                 raise
             step = self._without_draft(step.plan, error)
             outcome = step.read()
         if step.arrays.proposed is not None and outcome.failing(step.plan.rows):
-            # A proposed token may spoil the positions before it: attention gives it no weight, but zero times NaN is NaN.
+            # A proposed token can corrupt earlier positions: attention gives it zero weight, but zero times NaN is NaN.
             step = self._without_proposals(step.plan, outcome)
             outcome = step.read()
         return step, outcome
 
     def _without_proposals(self, plan: Plan, outcome: Outcome) -> Step:
-        """The same round with nothing proposed. outcome: of the round with proposals, whose tokens are dropped."""
+        """The same round without proposals. outcome: of the round with proposals, whose tokens are dropped."""
         rows = plan.rows
         self._batch.truncate_target(outcome)
         sampling = self._sampling_of(rows)
@@ -118,29 +121,29 @@ class Runner:
         return self._verify(plan, None, *self.restore(plan.rows, error))
 
     def restore(self, rows: Sequence[Request], error: Exception) -> tuple[SamplingBatch, SharedNoise, mx.array]:
-        """Disable the draft, whose evaluation raised `error`, and compute anew what may depend on it. Returns what the next
-        round samples with."""
+        """Disable the draft, whose evaluation raised `error`, and recompute what may depend on it. Returns what the next round
+        samples with."""
         self._batch.disable_draft(error)
         fresh = self._fresh_arrays(rows)
         self._prefill_again(rows)
         return fresh
 
     def release_rows(self) -> None:
-        """Refer no more to the rows of the last round. Only when none of them goes on."""
+        """Drop references to the rows of the last round. Call only when none of them continues."""
         self._sampling = None
         if self._batch.drafter is not None:
             self._batch.drafter.release_rows()
 
     def _sampling_of(self, rows: Sequence[Request]) -> SamplingBatch:
-        """The rows' sampling, as arrays that are made anew when rows change."""
+        """The rows' sampling settings as arrays, rebuilt when rows change."""
         settings = tuple(row.prompt.sampling for row in rows)
         if self._sampling is None or self._sampling.rows != settings:
             self._sampling = SamplingBatch.of(settings, self.vocabulary)
         return self._sampling
 
     def _most_ends(self, rows: Sequence[Request]) -> mx.array | None:
-        """Where each row may end at most, (B,), int32: what the device accepts of a padding row must not make it longer. None
-        where there are no padding rows."""
+        """The maximum end of each row, (B,), int32, so that tokens accepted on the device do not lengthen a padding row. None
+        if there are no padding rows."""
         if not self._strategy.batch_sizes:
             return None
         padding = [row.padding for row in rows]
@@ -150,14 +153,14 @@ class Runner:
         return self._ends[1]
 
     def _keys(self, sampling: SamplingBatch, count: int) -> list[mx.array]:
-        """Fresh keys where rows sample without a seed."""
+        """Fresh keys if rows sample without a seed."""
         if not sampling.unseeded:
             return [self.key] * count
         self.key, *keys = mx.random.split(self.key, count + 1)
         return keys
 
     def _fresh_arrays(self, rows: Sequence[Request]) -> tuple[SamplingBatch, SharedNoise, mx.array]:
-        """What a round samples with, made anew: MLX may take arrays of an evaluation that failed for computed."""
+        """Rebuilds the arrays that a round samples with: MLX may treat arrays of a failed evaluation as computed."""
         self._sampling = None
         sampling = self._sampling_of(rows)
         self.key = mx.random.key(secrets.randbits(63))
@@ -165,9 +168,9 @@ class Runner:
         return sampling, noise, mx.random.key(secrets.randbits(63))
 
     def _prefill_again(self, rows: Sequence[Request]) -> None:
-        """Compute the target's keys and values of all rows anew, after an evaluation that failed with them in it."""
+        """Recompute the target's keys and values of all rows after a failed evaluation that included them."""
         batch, caches = self._batch, list[RowCache]()
-        # First, since memory need not do for both.
+        # Release the old cache first, because memory may not hold both.
         batch.cache.compact([], batch.cache.copy_moved([]))
         for row in rows:
             cache, text = batch.target.cache(1), row.tokens[:-1]
@@ -184,7 +187,7 @@ class Runner:
     def _propose(
         self, plan: Plan, sampling: SamplingBatch, noise: SharedNoise, key: mx.array, after: Unread | None = None
     ) -> Proposal | None:
-        """The draft's proposal, launched; None where it proposes nothing."""
+        """The draft's proposal, launched. None if it proposes nothing."""
         rows, drafter = plan.rows, self._batch.drafter
         if drafter is None or self._batch.failed or plan.steps.most == 0 or any(len(row.tokens) < 2 for row in rows):
             return None
@@ -194,11 +197,11 @@ class Runner:
             masks = None if self._batch.few_constrained else RoundMasks.of(rows, self.vocabulary)
             proposal = drafter.propose(plan.visible, plan.steps, sampling, noise, key, after, masks)
             if proposal is not None:
-                # What MLX refuses to run is then raised here, before the target's cache depends on it.
+                # Errors at launch are then raised here, before the target's cache depends on the proposal.
                 logq = [] if proposal.logq is None else proposal.logq
                 device.launch(proposal.tokens, proposal.usable, logq, *self._unlaunched(drafter.cache))
             return proposal
-        except Exception as error:  # noqa: BLE001  (whatever is wrong with a draft costs speed alone)
+        except Exception as error:  # noqa: BLE001  (a broken draft must only cost speed)
             self._batch.disable_draft(error)
             return None
 
@@ -211,9 +214,9 @@ class Runner:
         key: mx.array,
         before: Step | None = None,
     ) -> Step:
-        """One target call over each row's newest token and its proposal: the look-up where the plan says so, else what was
-        drafted. before: the round that this one follows, which alone has the newest tokens. The target's cache then holds the
-        whole proposal."""
+        """One target call over each row's newest token and its proposal: the lookup where the plan says so, otherwise the
+        drafted tokens. Afterwards the target's cache holds the whole proposal. before: the unread round that this one follows;
+        only the device knows its newest tokens."""
         if self._batch.constrained:
             return self.decide(self._call(plan, drafted, sampling, noise, key, before))
         proposal, arguments = self._arguments(plan, drafted, sampling, noise, key, before)
@@ -231,11 +234,11 @@ class Runner:
         key: mx.array,
         before: Step | None,
     ) -> Called:
-        """Launch the target's call of a round, see `_verify`, whose rows' grammars need not be known yet."""
+        """Launch the target's call of a round (see `_verify`). The rows' grammars may still be behind."""
         own, cache = None, self._batch.cache
         if drafted is not None:
-            # A copy that is launched before the target's call, so that waiting for it does not wait for that one, and that no
-            # call reads: on CUDA reading moves an array (mlx/backend/cuda/allocator.cpp, `move_to_unified_memory`).
+            # A copy that is launched before the target's call and that no call reads: waiting for it does not wait for the
+            # target, and on CUDA reading moves an array (mlx/backend/cuda/allocator.cpp, `move_to_unified_memory`).
             own = drafted.tokens + 0
             device.launch(own)
         proposal, arguments = self._arguments(plan, drafted, sampling, noise, key, before)
@@ -245,8 +248,8 @@ class Runner:
         return Called(plan, sampling, arguments, logits, starts, own, proposal, before)
 
     def decide(self, called: Called) -> Step:
-        """The round of a call, launched. While the target runs it waits for what was drafted and makes the masks of the rows'
-        grammars. The round that it follows must have been read."""
+        """Complete the round of a target call and launch it. While the target runs, this waits for the drafted tokens and
+        builds the masks of the rows' grammars. The previous round must have been read."""
         plan = called.plan
         masks, proposed = RoundMasks.of(plan.rows, self.vocabulary), _looked_up(plan)
         if called.drafted is not None:
@@ -265,10 +268,10 @@ class Runner:
         key: mx.array,
         before: Step | None,
     ) -> tuple[Proposal | None, Sequence[Any]]:
-        """What is proposed, see `_verify`, and what `_verified` and `_decided` take: each row's newest token (B, 1), the
-        proposal and the draft's own as trees, whether the draft's logits were finite (B, K), noise (B, K+1, V), key, the
-        sampling's leaves, what the rows' tokens do to the logits as a tree, whether evidence is wanted, and where rows may end
-        at most (B,)."""
+        """The proposal (see `_verify`), and the arguments of `_verified` and `_decided`: each row's newest token (B, 1); the
+        proposal and the draft's proposal as trees; whether the draft's logits were finite (B, K); noise (B, K+1, V); key; the
+        sampling's leaves; how earlier tokens change the logits, as a tree; whether evidence is wanted; and the maximum end of
+        each row (B,)."""
         rows, lookups = plan.rows, _looked_up(plan)
         history = History.of(rows, self.vocabulary)
         assert history is None or before is None, "these logits depend on tokens that are not known yet"
@@ -318,7 +321,7 @@ class Runner:
 
     @staticmethod
     def _unlaunched(cache: RowCache) -> list[mx.array]:
-        """Writes in place that nothing else would run."""
+        """In-place writes that no other evaluation would run."""
         return [] if cache.pages is None or not cache.pages.pool.in_place else cache.arrays()
 
     def _verified(self, arguments: Sequence[Any], cache: RowCache) -> dict[str, Any]:
@@ -335,15 +338,15 @@ class Runner:
         starts: mx.array | None,
         bits: mx.array | None = None,
     ) -> RoundArrays:
-        """What a round emits, by the target's logits (B, K+1, V). starts: (B,), where its tokens begin; None: recurrent states
-        do not tell. bits: the tokens allowed at each position; None: all are."""
+        """What a round emits, given the target's logits (B, K+1, V). starts: (B,), the position of each row's first token; None
+        for recurrent models. bits: the tokens allowed at each position; None: all."""
         latest, proposed, draft, finite, noise, key, leaves, history, collect, most = arguments
         proposal, drafted = (None if tree is None else Proposal(**tree) for tree in (proposed, draft))
         sampling = SamplingBatch.of_leaves(leaves)
         logits = logits[..., : self.vocabulary]
         target_finite = accept.finite_positions(logits)
         logits = biased(allow(logits, bits), sampling)
-        # Evidence is of the logits before this: it is the target's own, which a draft learns.
+        # Evidence uses the logits before history is applied: the target's unmodified distribution, which a draft learns.
         drawn_from = logits
         if history is not None:
             tokens = None if proposal is None else proposal.tokens
@@ -371,17 +374,17 @@ class Runner:
 
 
 def _looked_up(plan: Plan) -> list[list[int]]:
-    """By row, the tokens of its look-up that the plan proposes."""
+    """By row, the lookup tokens that the plan proposes."""
     return [list(found.tokens[:n]) if found else [] for found, n in zip(plan.found, plan.choice.looked_up, strict=True)]
 
 
 def _starts(cache: RowCache) -> mx.array | None:
-    """Where the next tokens of each row begin, (B,); None where layers are recurrent."""
+    """The position of each row's next token, (B,); None if layers are recurrent."""
     return None if cache.states else cache.lengths.starts(cache.ahead)
 
 
 def _tokens(arguments: Sequence[Any]) -> mx.array:
-    """The tokens of a round's call, (B, K+1): each row's newest one and what is proposed. arguments: see `_arguments`."""
+    """The tokens of a round's target call, (B, K+1): each row's newest token and its proposal. arguments: see `_arguments`."""
     latest, proposed = arguments[:2]
     if proposed is None:
         return latest
@@ -390,6 +393,6 @@ def _tokens(arguments: Sequence[Any]) -> mx.array:
 
 
 def _most(row: Request, drafted: int) -> int:
-    """How many of so many drafted tokens are proposed for a row."""
+    """How many of `drafted` tokens are proposed for a row."""
     limit = row.prompt.num_draft_tokens
     return 0 if not drafts(row) else drafted if limit is None else min(limit, drafted)

@@ -1,8 +1,8 @@
 """Sampling for a batch whose rows have different parameters: the transform from logits to distributions, seeded noise, draws.
 
-Filters apply to the distribution at T = 1 in mlx-lm's order (top-p, min-p, top-k), then the temperature: a row has the
-distribution of `mlx_lm.sample_utils.make_sampler` with the same values. The logits of draft and target go through the same
-transform, because the accept rules need the p and q that tokens are drawn from.
+Filters apply to the distribution at T = 1 in mlx-lm's order (top-p, min-p, top-k), then the temperature. A row's distribution
+equals that of `mlx_lm.sample_utils.make_sampler` with the same values. The logits of draft and target go through the same
+transform, because the accept rules need the p and q from which tokens are drawn.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ class SamplingBatch:
     """The sampling parameters of B rows, as arrays.
 
     temperature, top_p, min_p, top_k: (B, 1, 1). bias: (B, 1, V), float32; None: no row has one. greedy, rejection: (B,)
-    booleans; rejection: rows under the rejection rule.
-    filtered, sampled, seeded, unseeded: whether any row needs filters, is not greedy, has a seed, is under the rejection rule.
-    What no row needs is not computed.
+    booleans; rejection: rows that use rejection sampling. filtered, sampled, seeded, unseeded: whether any row needs filters,
+    is not greedy, has a seed, uses rejection sampling. Work that no row needs is skipped.
     """
 
     rows: tuple[Sampling, ...]
@@ -68,7 +67,7 @@ class SamplingBatch:
         )
 
     def leaves(self) -> tuple[Any, ...]:
-        """What a traced call needs of it, which is less where all rows are greedy."""
+        """What a traced call needs of it; less if all rows are greedy."""
         parameters = (self.temperature, self.top_p, self.min_p, self.top_k) if self.sampled else (None,) * 4
         return (
             *parameters,
@@ -83,7 +82,7 @@ class SamplingBatch:
 
     @classmethod
     def of_leaves(cls, leaves: Sequence[Any]) -> SamplingBatch:
-        """The batch from its `leaves`, without the rows' own settings."""
+        """The inverse of `leaves`, without the rows' settings."""
         return cls((), *leaves)
 
 
@@ -98,7 +97,7 @@ def _bias(rows: Sequence[Sampling], vocabulary: int) -> mx.array | None:
 
 
 def biased(logits: mx.array, batch: SamplingBatch) -> mx.array:
-    """Logits (B, N, V) with each row's bias."""
+    """Logits (B, N, V) with each row's bias added."""
     return logits if batch.bias is None else logits + batch.bias.astype(logits.dtype)
 
 
@@ -110,8 +109,8 @@ def normaliser(logits: mx.array) -> mx.array:
 def transform(logits: mx.array, batch: SamplingBatch, lse: mx.array | None = None) -> mx.array:
     """The distribution that each row draws from: log-probabilities (B, N, V), -inf where a filter removed a token.
 
-    logits: (B, N, V). lse: their `normaliser`, computed where None. Greedy rows are returned unfiltered at T = 1, a batch of
-    greedy rows alone as its logits: only their argmax is used.
+    logits: (B, N, V). lse: their `normaliser`, computed if None. Greedy rows are returned unfiltered at T = 1, and a batch of
+    only greedy rows as its logits, because only their argmax is used.
     """
     if not batch.sampled:
         return logits
@@ -173,12 +172,12 @@ class SharedNoise:
         self._compute = lambda at, n: shared_noise(batch, [start + at for start in starts], n, vocabulary)
 
     def at(self, position: int) -> mx.array | None:
-        """Noise (B, 1, V) of one position of the round, counted from 0; None when no row is seeded."""
+        """Noise (B, 1, V) of one position of the round, counted from 0; None if no row is seeded."""
         noise = self.first(position + 1)
         return None if noise is None else noise[:, -1:]
 
     def first(self, count: int) -> mx.array | None:
-        """Noise (B, count, V) of the round's first positions; None when no row is seeded."""
+        """Noise (B, count, V) of the round's first positions; None if no row is seeded."""
         have = 0 if self._noise is None else self._noise.shape[1]
         if have < count and (more := self._compute(have, count - have)) is not None:
             self._noise = more if self._noise is None else mx.concatenate([self._noise, more], axis=1)
@@ -188,7 +187,7 @@ class SharedNoise:
 def shared_noise(batch: SamplingBatch, starts: Sequence[int], count: int, vocabulary: int) -> mx.array | None:
     """Gumbel noise (B, count, V) for output positions starts[b] to starts[b] + count - 1, the same for draft and target.
 
-    Zero for greedy rows and rows without a seed; None when no row is seeded.
+    Zero for greedy rows and rows without a seed; None if no row is seeded.
     """
     if not batch.seeded:
         return None
@@ -208,7 +207,8 @@ def choose(logp: mx.array, noise: mx.array | None) -> mx.array:
 
 
 def draw(logp: mx.array, batch: SamplingBatch, noise: mx.array | None, key: mx.array) -> mx.array:
-    """One token for each row and position (B, N): by shared noise under the match rule, independently under rejection."""
+    """One token for each row and position (B, N): with shared noise under the match rule, independently under rejection
+    sampling."""
     chosen = choose(logp, noise)
     if not batch.unseeded:
         return chosen

@@ -1,4 +1,4 @@
-"""Which requests wait, prefill and run, and which of them is next."""
+"""Which requests wait, prefill and run, and which is next."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from service.engine.ticket import Ticket
 
 RETRY_SECONDS = 5
 DELAY = 1e-3
-"""Seconds that each token to be prefilled moves a request back in the queues: one of 32,000 tokens that are not in the prefix
-cache lets those pass that arrive within the next half minute and are much shorter."""
+"""Seconds by which each token to be prefilled moves a request back in the queues. A request with 32,000 uncached tokens lets
+much shorter ones pass that arrive within the next half minute."""
 RECOUNT = 1.0
-"""Seconds for which it is remembered how many tokens of a waiting request are in the prefix cache: with 30,000 tokens counting
-takes 0.25 ms, and while memory is short it would be done for all that wait before every round."""
+"""Seconds for which the number of a waiting request's cached tokens is remembered. Counting takes 0.25 ms for 30,000 tokens,
+and while memory is short it would be repeated for all waiting requests before every round."""
 GATHERED = 1 / 4
-"""Prompts gather until they are this share of the requests that run. A prefill holds up all that run, for a time that hardly
-depends on how many prompts it is for; while prompts wait, rows are empty (docs/decisions/engine.md)."""
+"""Prompts gather until they are this share of the running requests. A prefill delays all running requests for a time that
+hardly depends on the number of prompts, but while prompts wait, rows are empty (docs/decisions/engine.md)."""
 
 
 class Scheduler:
-    """Queues and the decisions about them. It computes nothing and has no thread or lock: EngineThread holds its own lock
-    around what other threads call too and around the queue itself (reserve, release, add, next, drop_cancelled, admit, requeue,
-    clear).
+    """The queues and the decisions about them. It computes nothing and has no thread or lock. EngineThread holds its lock
+    around methods that other threads also call, and around the waiting queue (reserve, release, add, next, drop_cancelled,
+    admit, requeue, clear).
 
-    A request waits until a row is free and memory does for it, prefills, and runs until its end, unless it goes back to the
-    queue because memory runs out. Short prompts go before long ones, but none waits for ever (`DELAY`). A place in the queue
-    can be reserved before the request is there. max_rows: requests that prefill or run, at most. max_waiting: requests and
-    reserved places, at most, beyond those that free rows can take.
+    A request waits until a row is free and memory suffices, prefills, and runs until it ends, unless it is preempted because
+    memory runs out. Short prompts go before long ones, but none waits for ever (`DELAY`). A queue slot can be reserved before
+    the request arrives. max_rows: maximum requests that prefill or run. max_waiting: maximum requests and reserved slots beyond
+    those that free rows can take.
     """
 
     def __init__(self, max_rows: int, max_waiting: int) -> None:
@@ -52,8 +52,9 @@ class Scheduler:
         return max(0, self._max_rows - self.rows)
 
     def states(self) -> list[tuple[Ticket, RequestState]]:
-        """Every request and its state, the first to arrive first. From any thread, under the lock."""
-        # In the order in which they move on: a request that starts to run meanwhile is seen in one state or in two.
+        """Every request and its state, in order of arrival. May be called from any thread, with the lock held."""
+        # In the order in which requests progress, so that one that starts to run meanwhile appears in one state or in two, but
+        # is not missed.
         found = dict.fromkeys(self.waiting, RequestState.WAITING)
         found |= dict.fromkeys(self.prefilling, RequestState.PREFILLING)
         found |= dict.fromkeys(self.running, RequestState.RUNNING)
@@ -67,21 +68,21 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------------------- admission
 
     def check_capacity(self) -> None:
-        """Raises Overloaded when the queue is full."""
+        """Raises Overloaded if the queue is full."""
         if len(self.waiting) + self.reserved >= self._max_waiting + self.free_rows:
             raise Overloaded("the queue is full", retry_after=RETRY_SECONDS)
 
     def reserve(self) -> None:
-        """Take a place in the queue for a request to come. Raises Overloaded when the queue is full."""
+        """Reserve a queue slot for a future request. Raises Overloaded if the queue is full."""
         self.check_capacity()
         self.reserved += 1
 
     def release(self) -> None:
-        """Give a reserved place back, or up for its request."""
+        """Release a reserved slot, unused or for its request."""
         self.reserved -= 1
 
     def add(self, ticket: Ticket) -> bool:
-        """Queue a request. True when it has to wait for a row."""
+        """Queue a request. Returns True if it has to wait for a row."""
         self.waiting.append(ticket)
         return len(self.waiting) > self.free_rows
 
@@ -91,10 +92,10 @@ class Scheduler:
         now: float,
         has_room: Callable[[Ticket], bool] = lambda ticket: True,
     ) -> Ticket | None:
-        """The request to admit next, which goes on waiting until `admit`; None without a free row or a waiting request, or
-        where there is no room for it: smaller ones do not pass it, or it might wait for ever. cached_tokens: of a text with
-        this salt, those that need no prefill, counted once in `RECOUNT` seconds. now: perf_counter. has_room: whether memory
-        does."""
+        """The request to admit next, which stays queued until `admit`. None if there is no free row, no waiting request, or not
+        enough memory: smaller requests do not pass it, or it might wait for ever. cached_tokens: given a text and its salt, the
+        number of cached tokens, counted at most once in `RECOUNT` seconds. now: perf_counter. has_room: whether memory
+        suffices."""
         if not self.waiting or not self.free_rows:
             return None
 
@@ -107,25 +108,25 @@ class Scheduler:
         return first if has_room(first) else None
 
     def admit(self, ticket: Ticket, prefill: Prefill) -> None:
-        """Give a waiting request a row, where its prefill begins."""
+        """Give a waiting request a row and start its prefill."""
         self.prefilling[ticket] = prefill
         self.waiting.remove(ticket)
 
     def requeue(self, ticket: Ticket) -> None:
-        """Put a request that runs back into the queue, in front of the others. It keeps what it has of its answer."""
+        """Return a running request to the front of the queue. It keeps its answer so far."""
         self.running = [each for each in self.running if each is not ticket]
         self.waiting.appendleft(ticket)
 
     # ----------------------------------------------------------------------------------------------- prefill and decode
 
     def prefill_order(self) -> list[Prefill]:
-        """The requests that prefill, the next one first."""
+        """The requests that prefill, next one first."""
         return sorted(self.prefilling.values(), key=lambda each: each.rows[0].arrived_at + DELAY * each.remaining)
 
     def prefill_is_due(self, now: float, gather_seconds: float, chunk: int) -> bool:
-        """Whether to prefill before the next round: a prefill that was started continues, and one starts when enough prompts
-        have gathered, when they are half of a chunk of so many tokens and would not share a call, or when one has had its row
-        for `gather_seconds`. now: perf_counter."""
+        """Whether to prefill before the next round. A started prefill continues. A new one starts when enough prompts have
+        gathered, when they have half of a chunk's tokens and would not share a call anyway, or when one has had its row for
+        `gather_seconds`. now: perf_counter."""
         prefilling, running = self.prefilling.values(), len(self.running)
         if not all(each.unstarted for each in prefilling) or len(prefilling) >= GATHERED * running:
             return bool(prefilling)
@@ -133,15 +134,15 @@ class Scheduler:
         return enough or any(now - each.admitted_at >= gather_seconds for each in prefilling)
 
     def prefill_tokens(self, chunk: int) -> int:
-        """How many prompt tokens may be prefilled before the next round: a chunk, or BURST while more requests prefill than
-        run, since then few are held up."""
+        """How many prompt tokens may be prefilled before the next round: one chunk, or BURST chunks while more requests prefill
+        than run, since few are delayed then."""
         return chunk * (BURST if len(self.prefilling) > len(self.running) else 1)
 
     def prefilled(self, prefill: Prefill) -> None:
-        """The rows of `prefill` have their prompts, and run from now on."""
+        """Mark the rows of `prefill` as running, their prompts being prefilled."""
         rows = {id(row) for row in prefill.rows}
         done = [ticket for ticket in self.prefilling if id(ticket.row) in rows]
-        # In this order: `unfinished` is read by other threads meanwhile.
+        # In this order, because other threads read `unfinished` meanwhile.
         self.running += done
         self.prefilling = {ticket: each for ticket, each in self.prefilling.items() if ticket not in done}
 
@@ -155,7 +156,7 @@ class Scheduler:
         return cancelled
 
     def cancelled(self) -> list[Ticket]:
-        """The requests in rows that were cancelled; they keep their rows until `remove`."""
+        """The cancelled requests in rows, which keep their rows until `remove`."""
         return [ticket for ticket in [*self.prefilling, *self.running] if ticket.cancelled.is_set()]
 
     def remove(self, tickets: Collection[Ticket]) -> None:
@@ -164,7 +165,7 @@ class Scheduler:
         self.running = [ticket for ticket in self.running if ticket not in tickets]
 
     def clear(self) -> list[Ticket]:
-        """Remove every request, and return them. Reserved places stay with whoever holds them."""
+        """Remove every request, and return them. Reserved slots are not affected."""
         tickets = [*self.waiting, *self.prefilling, *self.running]
         self.waiting.clear()
         self.prefilling, self.running = {}, []

@@ -1,4 +1,4 @@
-"""Loads adapters on the engine's thread, in steps between rounds."""
+"""Loads adapters on the engine thread, in steps between rounds."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from service.engine.adapters import Draft, load_steps
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """An adapter that is being loaded. future: gets the Draft or the error."""
+    """An adapter being loaded. future: receives the Draft or the error."""
 
     steps: Iterator[Draft | None]
     future: Future[Staged]
 
 
 class Staging:
-    """A queue of adapters to load, one after another. True while it is not empty."""
+    """A queue of adapters that are loaded one after another. True while it is not empty."""
 
     def __init__(self) -> None:
         self._loading: deque[Loading] = deque()
@@ -29,7 +29,8 @@ class Staging:
         return bool(self._loading)
 
     def start(self, base: Draft | None, ref: AdapterRef | None, fingerprint: str, future: Future[Staged]) -> None:
-        """Queue an adapter. base: the bare draft, None on a server without one; ref None asks for it. fingerprint: its own."""
+        """Queue an adapter. base: the base draft, None on a server without one. ref: the adapter; None: the base draft itself.
+        fingerprint: of the base draft."""
         if base is None:
             future.set_exception(Unavailable("this server runs without a draft model"))
         elif ref is None:
@@ -38,9 +39,9 @@ class Staging:
             self._loading.append(Loading(load_steps(base.model, ref, fingerprint), future))
 
     def step(self) -> None:
-        """Do one loading step of the first adapter in the queue, if any.
+        """Run one loading step of the first adapter in the queue, if any.
 
-        Its future gets the Draft once it is loaded, or the error: a RedraftError as it was raised, Unavailable for any other.
+        Its future receives the Draft once it is loaded, or the error: a RedraftError unchanged, Unavailable for any other.
         """
         if not self._loading:
             return

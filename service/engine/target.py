@@ -16,7 +16,7 @@ from service.models import eagle
 
 
 class Target:
-    """A target and what its draft reads of it. draft: any version of it, for adapters do not change the projection to
+    """A target and what its draft reads of it. draft: any version of it, because adapters do not change the projection to
     features."""
 
     def __init__(self, model: nn.Module, draft: nn.Module | None) -> None:
@@ -27,10 +27,10 @@ class Target:
         self._replay = Replay(model, self._call)
         self.activations = Activations.of(model)
         self.pool = Pool()
-        """Where all caches of it take pages, if rows are in pages."""
+        """Where all caches of the target take pages, if rows are paged."""
 
     def cache(self, rows: int) -> RowCache:
-        """An empty cache of so many rows, with features where the draft reads them. Raises PairError."""
+        """An empty cache with `rows` rows, with features if the draft reads them. Raises PairError."""
         return RowCache(self.model, rows, features=self._features is not None, pool=self.pool)
 
     def __call__(self, tokens: mx.array, cache: RowCache) -> mx.array:
@@ -38,11 +38,11 @@ class Target:
         return _with_features(self._call([tokens], cache), cache)
 
     def verify(self, tokens: mx.array, cache: RowCache) -> mx.array:
-        """The same of a round's tokens: calls of its shape come again."""
+        """The same for a round's tokens, in traced calls because their shapes repeat."""
         return _with_features(self._replay([tokens], cache, tokens.shape[1]), cache)
 
     def logits_and_features(self, tokens: mx.array, cache: RowCache) -> tuple[mx.array, mx.array | None]:
-        """Logits (B, N, V) after each of tokens (B, N), and features (B, N, width) where the draft reads them. Appends keys and
+        """Logits (B, N, V) after each of tokens (B, N), and features (B, N, width) if the draft reads them. Appends keys and
         values to `cache`, but not the features."""
         logits = self.model(tokens, cache=cache.layers)
         return logits, None if self._features is None else self._features()

@@ -1,4 +1,4 @@
-"""The one thread that owns every MLX object: it prefills, runs rounds, and changes drafts between them."""
+"""The engine thread. It owns every MLX object, prefills prompts, runs rounds, and switches drafts between rounds."""
 
 from __future__ import annotations
 
@@ -47,33 +47,34 @@ from service.engine.watchdog import Watchdog
 log = logging.getLogger(__name__)
 
 ABANDON_SECONDS = 0.1
-"""How long a thread is waited for that was given up or still loads: in native code nothing can stop it."""
+"""Time to wait for a thread that the watchdog abandoned or that is still loading. Native code cannot be interrupted."""
 IDLE_SECONDS = 0.5
-"""How long the thread sleeps at most while there is nothing to do."""
+"""Longest sleep of the thread when it has no work."""
 LOAN_SECONDS = 0.05
-"""How long the thread sleeps at most while requests wait for memory that is lent, and nothing runs."""
+"""Longest sleep of the thread when nothing runs and waiting requests need memory that is on loan."""
 SAVED_IDLE = 1024
-"""Tokens that a text has in the prefix cache and in no file, at least, to be written while there is nothing to do."""
+"""While idle, a text is written to disk when at least this many of its tokens are in the prefix cache but in no file."""
 SAVE_SECONDS = 10.0
-"""How long the prefix cache's files are written at the end, at most."""
+"""Time limit for writing the prefix cache's files at shutdown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A change to be made on the thread, between two rounds."""
+    """A change that the engine thread makes between two rounds."""
 
     run: Callable[[Engine], None]
     future: Future[Staged] | Future[None] | Future[int]
 
 
 class EngineThread:
-    """core.GenerationService, core.DraftSwitch and core.MemoryLender over one Engine.
+    """Implements core.GenerationService, core.DraftSwitch and core.MemoryLender over one Engine.
 
-    `build` makes the Engine and runs on the thread itself, for MLX objects belong to the thread that made them. After
-    `idle_unload_seconds` without a request or a change (None: never) the engine is dropped with its weights and caches; the
-    next request has it made again, by `build` with what is known of the last one. `on_fatal` is called from the watchdog when
-    the thread died or made no progress for `hang_seconds` while work was waiting. `on_submit` is called from `submit` with
-    every request, `on_wait` when one has to wait for a row; both must return at once.
+    `build` makes the Engine. It runs on this thread, because MLX objects belong to the thread that made them. After
+    `idle_unload_seconds` without a request or a change (None: never), the engine is dropped with its weights and caches. The
+    next request rebuilds it: `build` then receives what was kept of the previous engine.
+
+    The watchdog calls `on_fatal` when the thread dies, or makes no progress for `hang_seconds` while work is waiting. `submit`
+    calls `on_submit` for every request, and `on_wait` when a request has to wait for a row. Both must return at once.
     """
 
     def __init__(
@@ -97,14 +98,14 @@ class EngineThread:
         self._on_wait = on_wait
         self._engine: Engine | None = None
         self._unloaded: Unloaded | None = None
-        """What is known of the engine while its weights are not in memory."""
+        """What is kept of the engine while its weights are unloaded."""
         self._idle = IdleTimer(idle_unload_seconds)
         self._scheduler = Scheduler(max_rows, max_waiting)
         self._flushes: list[Callable[[], None]] = []
         self._commands: deque[Command] = deque()
         self._staging = Staging()
         self._condition = threading.Condition()
-        """Guards the scheduler's queues and the commands; notified when there is something to do."""
+        """Guards the scheduler's queues and the commands. Notified when there is work."""
         self._stopping = False
         self._draining = False
         self._reported_failures = 0
@@ -121,7 +122,7 @@ class EngineThread:
     # ------------------------------------------------------------------------------------------- from any other thread
 
     def start(self, timeout: float | None = None) -> None:
-        """Load the models and begin. Raises what loading raised, and Unavailable when `stop` was called meanwhile."""
+        """Load the models and start serving. Raises what loading raises, and Unavailable if `stop` was called meanwhile."""
         loaded: Future[None] = Future()
         self._command(lambda engine: loaded.set_result(None), loaded)
         if loaded.done():
@@ -131,19 +132,19 @@ class EngineThread:
         loaded.result(timeout)
 
     def reserve(self) -> Place:
-        """See core.GenerationService. Never waits for a round."""
+        """See core.GenerationService. Does not wait for a round."""
         with self._condition:
             self._serving()
             self._scheduler.reserve()
         return Place(self._release)
 
     def submit(self, prompt: Prompt, sink: Sink, place: core.Place | None = None, *, route: str = "") -> Ticket:
-        """See core.GenerationService. `sink` is called on the engine's thread."""
+        """See core.GenerationService. `sink` is called on the engine thread."""
         self._serving().check(prompt)
         ticket = Ticket(prompt, sink, route)
         with self._condition:
             self._serving()
-            # A place that was released meanwhile is no place.
+            # A reservation that was released meanwhile no longer counts.
             if place is None or not place.release():
                 self._scheduler.check_capacity()
             must_wait = self._scheduler.add(ticket)
@@ -188,13 +189,13 @@ class EngineThread:
 
     @property
     def _known(self) -> Engine | Unloaded | None:
-        """None until the engine has been loaded for the first time. From any thread: one of the two is set before the other
-        goes."""
+        """The engine, or what is kept of it while unloaded; None until the first load. Safe from any thread: one attribute is
+        set before the other is cleared."""
         return self._engine or self._unloaded or self._engine
 
     def status(self) -> EngineStatus:
-        """See core.GenerationService. Not ready while loading or draining, after the thread died, or without progress for
-        half of `hang_seconds`. Ready while unloaded."""
+        """See core.GenerationService. Not ready while loading or draining, after the thread died, or after half of
+        `hang_seconds` without progress. Ready while unloaded."""
         engine, known = self._engine, self._known
         idle = self._watchdog.idle_seconds
         reason = self._watchdog.dead or ("" if known is not None else "loading")
@@ -219,22 +220,23 @@ class EngineThread:
 
     @property
     def active(self) -> int:
-        """See core.DraftSwitch. BARE_DRAFT while the models are loading, too; while unloaded, what will draft again."""
+        """See core.DraftSwitch. BARE_DRAFT while the models load. While they are unloaded: the adapter that will be loaded with
+        them."""
         known = self._known
         if known is None:
             return BARE_DRAFT
         return known.adapter if isinstance(known, Unloaded) else known.decoder.adapter
 
     def stage(self, ref: AdapterRef | None) -> Future[Staged]:
-        """See core.DraftSwitch. The future fails with Unavailable without a draft model, or once the thread died or is being
-        stopped."""
+        """See core.DraftSwitch. The future fails with Unavailable when there is no draft model, or the thread died or is
+        stopping."""
         future: Future[Staged] = Future()
         self._command(lambda engine: self._staging.start(engine.base, ref, engine.provenance.draft, future), future)
         return future
 
     def switch(self, staged: Staged) -> Future[None]:
-        """See core.DraftSwitch. The future fails with TypeError for what `stage` did not return, with Unavailable once the
-        thread died or is being stopped."""
+        """See core.DraftSwitch. The future fails with TypeError for anything that `stage` did not return, and with Unavailable
+        when the thread died or is stopping."""
         future: Future[None] = Future()
 
         def apply(engine: Engine) -> None:
@@ -248,9 +250,9 @@ class EngineThread:
         return future
 
     def forget(self, selection: Selection) -> Future[None]:
-        """Drop all that is stored of ended requests (`Decoder.forget`). Selected requests that wait or run go on as if they had
-        said `store: false`. The future fails with Unavailable once the thread died or is being stopped, with OSError where a
-        file cannot be removed."""
+        """Drop everything stored about ended requests (`Decoder.forget`). Selected requests that wait or run continue as if
+        they had been sent with `store: false`. The future fails with Unavailable when the thread died or is stopping, and with
+        OSError when a file cannot be removed."""
         future: Future[None] = Future()
 
         def apply(engine: Engine) -> None:
@@ -273,8 +275,9 @@ class EngineThread:
         return future
 
     def load_look_ups(self, outputs: Iterable[tuple[str, Sequence[int]]]) -> Future[None]:
-        """Let look-ups find logged outputs: (salt, tokens), the newest last. They are read on the thread, so before it forgets
-        any or after. The future fails with what reading raises, with Unavailable once the thread died or is being stopped."""
+        """Make logged outputs available to prompt lookup: (salt, tokens) pairs, newest last. They are read on the engine
+        thread, so a concurrent `forget` runs either before or after. The future fails with what reading raises, and with
+        Unavailable when the thread died or is stopping."""
         future: Future[None] = Future()
 
         def apply(engine: Engine) -> None:
@@ -283,7 +286,7 @@ class EngineThread:
                     for salt, output in outputs:
                         lookup.add_output(output, salt)
             except (RedraftError, ValueError, LookupError) as error:
-                # Of rows that cannot be read, which cost speed alone.
+                # Unreadable rows only cost speed.
                 future.set_exception(error)
             else:
                 future.set_result(None)
@@ -298,11 +301,11 @@ class EngineThread:
         return planner.round_seconds(step) if planner is not None else None
 
     def lend(self, wanted: int, least: int) -> Future[int]:
-        """See core.MemoryLender. The future fails with Unavailable once the thread died or is being stopped."""
+        """See core.MemoryLender. The future fails with Unavailable when the thread died or is stopping."""
         future: Future[int] = Future()
 
         def apply(engine: Engine) -> None:
-            # What waits comes first.
+            # Waiting requests take precedence.
             future.set_result(0 if self._scheduler.waiting else engine.decoder.memory.lend(wanted, least))
 
         self._command(apply, future)
@@ -310,7 +313,7 @@ class EngineThread:
 
     def take_back(self) -> None:
         """See core.MemoryLender."""
-        # Woken for nothing it would never be idle, and write no files of the prefix cache.
+        # Notify only if there was a loan. Otherwise the thread would never be idle and never write prefix cache files.
         if self._engine is not None and self._engine.decoder.memory.take_back():
             with self._condition:
                 self._condition.notify()
@@ -321,7 +324,7 @@ class EngineThread:
         return self._engine is not None and self._engine.decoder.memory.loan_needed
 
     def drain(self, seconds: float) -> bool:
-        """Refuse new requests and wait for the running ones; False when some were still running."""
+        """Refuse new requests and wait for the running ones. Returns False if some are still running after `seconds`."""
         self._draining = True
         end = time.monotonic() + seconds
         while time.monotonic() < end and self._scheduler.unfinished and not self._watchdog.dead:
@@ -329,7 +332,7 @@ class EngineThread:
         return not self._scheduler.unfinished
 
     def stop(self) -> None:
-        """End the thread; whatever still runs fails with Unavailable."""
+        """End the thread. Unfinished requests fail with Unavailable."""
         self._watchdog.stop()
         with self._condition:
             self._stopping = True
@@ -341,7 +344,7 @@ class EngineThread:
 
     @property
     def loading(self) -> bool:
-        """The thread finds, loads or times models."""
+        """Whether the thread is finding, loading or timing models."""
         return self._known is None and self._thread.is_alive()
 
     def _command(self, run: Callable[[Engine], None], future: Future[Staged] | Future[None] | Future[int]) -> None:
@@ -371,20 +374,20 @@ class EngineThread:
                 self._save_prefixes(self._engine)
         except Exception as error:
             if self._known is None:
-                # Whoever called start() gets the error, and ends the process in order.
+                # The caller of start() gets the error and shuts the process down in order.
                 self._watchdog.stop()
             if self._watchdog.dead is not None:
-                # The watchdog gave this thread up, failed every request, and emptied the queues under it.
+                # The watchdog abandoned this thread, failed every request and emptied the queues.
                 return
-            # What the error says is enough where it is one of ours, such as a model that is not there.
+            # Our own errors, such as a missing model, explain themselves and need no traceback.
             log.error("the engine stopped: %s", error, exc_info=not isinstance(error, RedraftError))
-            # Everybody may read this. While requests run, what a library's error says may be of a prompt.
+            # `dead` is public. While requests run, the message of a library's error may contain text of a prompt.
             says = self._known is None or isinstance(error, RedraftError)
             self._watchdog.dead = f"the engine stopped: {type(error).__name__}" + (f": {error}" if says else "")
             self._fail_everyone(error if isinstance(error, RedraftError) else Unavailable(self._watchdog.dead))
 
     def _load(self) -> None:
-        """Make the engine. Raises what `build` raises."""
+        """Build the engine. Raises what `build` raises."""
         before = self._unloaded
         engine = self._build(before)
         engine.decoder.runner.on_progress = self._watchdog.beat
@@ -395,13 +398,13 @@ class EngineThread:
                     if draft is not None:
                         engine.decoder.switch(draft)
             except AdapterRefused as error:
-                # The supervisor sees that another one serves than the active one, and handles it.
-                log.warning("after loading the models again, the bare draft serves: %s", error)
+                # The supervisor notices that the served adapter differs from the active one, and handles it.
+                log.warning("the models were reloaded without the adapter; serving with the base draft: %s", error)
         self._engine, self._unloaded = engine, None
         self._idle.used()
 
     def _unload_when_idle(self) -> None:
-        """Drop the engine, its weights and its caches, where nothing has been asked of it for long."""
+        """Drop the engine with its weights and caches once it has been idle long enough."""
         engine = self._engine
         if engine is None or not self._idle.due or engine.decoder.memory.lent:
             return
@@ -411,15 +414,15 @@ class EngineThread:
                 return
             self._unloaded, self._engine = Unloaded.of(engine), None
         del engine
-        # Modules and their hooks refer to each other.
+        # Modules and their hooks form reference cycles.
         gc.collect()
         device.release_cache()
-        log.info("the models were unloaded after %.0f minutes without a request", self._idle.minutes)
+        log.info("unloaded the models after %.0f minutes without a request", self._idle.minutes)
 
     def _wait_unloaded(self) -> None:
-        """Wait until something is asked of the engine, then load it. Where that fails, what waits gets the error, and the next
-        request tries again."""
-        # Loading may take any time.
+        """Wait for work, then load the engine again. If loading fails, waiting requests get the error and the next request
+        tries again."""
+        # Loading has no time limit.
         self._watchdog.rest()
         with self._condition:
             while not (self._scheduler.waiting or self._commands or self._stopping):
@@ -430,17 +433,17 @@ class EngineThread:
         try:
             self._load()
         except (RedraftError, OSError, RuntimeError, ValueError) as error:
-            log.error("the models could not be loaded again: %s", error, exc_info=not isinstance(error, RedraftError))
+            log.error("could not reload the models: %s", error, exc_info=not isinstance(error, RedraftError))
             says = str(error) if isinstance(error, RedraftError) else type(error).__name__
-            self._fail_everyone(Unavailable(f"the models could not be loaded again: {says}"))
+            self._fail_everyone(Unavailable(f"the models could not be reloaded: {says}"))
             gc.collect()
             device.release_cache()
             return
-        log.info("the models were loaded again in %.1f s", time.perf_counter() - started_at)
+        log.info("reloaded the models in %.1f s", time.perf_counter() - started_at)
         self._refuse_too_long()
 
     def _refuse_too_long(self) -> None:
-        """End requests that were taken while the engine was unloaded, and do not fit into the memory that it has now."""
+        """Fail requests that were accepted while the engine was unloaded but do not fit into the memory available now."""
         assert self._engine is not None
         for ticket in list(self._scheduler.waiting):
             try:
@@ -460,12 +463,12 @@ class EngineThread:
         self._watchdog.beat()
         self._run_commands(engine)
         if engine.decoder.reports_pending:
-            # Before a request of it is cancelled: it may have ended by itself.
+            # Report first, then cancel: a request of that round may already have ended.
             self._round(engine, 0)
         self._schedule(engine)
         gather, chunk = engine.decoder.strategy.gather_seconds, engine.decoder.prefill_chunk
         due = self._scheduler.prefill_is_due(time.perf_counter(), gather, chunk)
-        # Before rows join, since old and new buffers are held then; and with those that have joined.
+        # Preempt before rows join, because old and new buffers are held at once then, and again with the rows that joined.
         self._preempt(engine)
         if due:
             self._prefill_chunk(engine)
@@ -475,21 +478,21 @@ class EngineThread:
         self._wait_for_work(engine)
 
     def _run_commands(self, engine: Engine) -> None:
-        """Make the changes that were asked for, and one step of loading an adapter."""
+        """Run the queued commands and one step of loading an adapter."""
         while self._commands:
             self._idle.used()
             command = self._commands.popleft()
             try:
                 command.run(engine)
             except Exception as error:
-                # The thread ends, and knows of this one no more.
+                # The thread ends, and this command is no longer in the queue that gets failed.
                 if not command.future.done():
                     command.future.set_exception(Unavailable(f"the engine stopped: {type(error).__name__}"))
                 raise
         self._staging.step()
 
     def _schedule(self, engine: Engine) -> None:
-        """End cancelled requests, then admit waiting ones to the free rows."""
+        """End cancelled requests, then admit waiting requests to free rows."""
         with self._condition:
             unstarted = self._scheduler.drop_cancelled()
         for ticket in unstarted:
@@ -498,7 +501,7 @@ class EngineThread:
             self._finish(ticket, row, engine)
         self._end_cancelled(engine)
         while (ticket := self._next_ticket(engine)) is not None:
-            # It waits until it has its row: `drain` must see it, and an error must reach it.
+            # The ticket stays queued until it has its row, so that `drain` sees it and errors reach it.
             ticket.row = self._row(ticket, engine)
             prefill = engine.decoder.start_prefill(ticket.row)
             with self._condition:
@@ -506,7 +509,7 @@ class EngineThread:
 
     @staticmethod
     def _row(ticket: Ticket, engine: Engine) -> Request:
-        """Its row, where it had one before it was preempted; else a new one."""
+        """The ticket's row if it was preempted, otherwise a new one."""
         return ticket.row or engine.new_request(ticket.id, ticket.prompt, ticket.arrived_at)
 
     def _next_ticket(self, engine: Engine) -> Ticket | None:
@@ -530,10 +533,10 @@ class EngineThread:
         return [self._positions(ticket, engine) for ticket in self._scheduler.prefilling]
 
     def _preempt(self, engine: Engine) -> None:
-        """Put the youngest requests back into the queue where memory does not do for all that run and prefill."""
+        """Return the newest requests to the queue when running and prefilling requests do not fit in memory together."""
         gone = {id(row) for row in engine.decoder.preempt(self._prefilling(engine))}
         back = [ticket for ticket in self._scheduler.running if id(ticket.row) in gone]
-        # The oldest comes to the front.
+        # Requeue the newest first, so that the oldest ends up at the front.
         for ticket in sorted(back, key=lambda ticket: ticket.arrived_at, reverse=True):
             with self._condition:
                 self._scheduler.requeue(ticket)
@@ -545,7 +548,7 @@ class EngineThread:
         gone = self._scheduler.cancelled()
         rows = [ticket.row for ticket in gone if ticket.row is not None]
         for row in rows:
-            # Before they leave: a round that is under way gives them nothing any more.
+            # Before they leave the batch: the pending round must not emit tokens for them.
             row.finish = FinishReason.CANCELLED
         if any(ticket in self._scheduler.running for ticket in gone):
             engine.decoder.leave(rows)
@@ -554,8 +557,8 @@ class EngineThread:
         self._scheduler.remove(gone)
 
     def _prefill_chunk(self, engine: Engine) -> None:
-        """Prefill the next chunk of the prompt whose turn it is, and whole prompts that fit into the same number of tokens: as
-        many as suit the device, but no more than the running requests may wait for."""
+        """Prefill the next chunk of the scheduled prompt, together with whole prompts that fit into the same token budget. The
+        budget is what suits the device, limited by how long running requests may wait."""
         ready: list[Prefill] = []
         scheduler, chunk = self._scheduler, engine.decoder.prefill_chunk
         left = scheduler.prefill_tokens(chunk)
@@ -570,7 +573,7 @@ class EngineThread:
             ready.append(prefill)
             scheduler.prefilled(prefill)
             for row in prefill.rows:
-                # A prompt counts once, however often it is prefilled.
+                # Count a prompt once, even if it is prefilled again after preemption.
                 if not row.decode_started_at:
                     self._observer.prompt_read(len(row.prompt.tokens), row.cached_tokens)
         if more := engine.decoder.prefixes.tokens_read - self._reported_read:
@@ -581,7 +584,8 @@ class EngineThread:
             self._send_prompt_logprobs(ready, engine)
 
     def _send_prompt_logprobs(self, ready: Sequence[Prefill], engine: Engine) -> None:
-        """Send what was asked about prompts that were prefilled, and end the requests that ended with them."""
+        """Send the requested log-probabilities of prompts that finished prefill, and end the requests that end with their
+        prompts."""
         rows = {id(row) for prefill in ready for row in prefill.rows}
         for ticket in [ticket for ticket in self._scheduler.running if id(ticket.row) in rows]:
             assert ticket.row is not None
@@ -595,7 +599,7 @@ class EngineThread:
                 self._scheduler.remove([ticket])
 
     def _round(self, engine: Engine, joining: int) -> None:
-        """Decode one round and give every request its share of it. joining: requests that are about to join."""
+        """Run one decode round and deliver its tokens. joining: the number of requests about to join."""
         if not engine.decoder.unfinished:
             return
         report = engine.decoder.round(joining)
@@ -603,14 +607,14 @@ class EngineThread:
         for _ in range(engine.decoder.draft_failures - self._reported_failures):
             self._observer.draft_failed(engine.decoder.adapter)
         self._reported_failures = engine.decoder.draft_failures
-        # Of a round that was under way, those that it made go back to the queue have their share too.
+        # Requests that were preempted while this round was pending still get their tokens from it.
         scheduler = self._scheduler
         with self._condition:
             tickets = [*scheduler.running, *scheduler.prefilling, *scheduler.waiting]
         by_row = {id(ticket.row): ticket for ticket in tickets if ticket.row is not None}
         for row, delta in zip(report.rows, report.deltas, strict=True):
             if (ticket := by_row.get(id(row))) is None:
-                # Cancelled while the round was under way.
+                # Cancelled while the round was pending.
                 continue
             ticket.send(delta)
             if row.finish is not None:
@@ -634,7 +638,7 @@ class EngineThread:
 
     def _wait_for_work(self, engine: Engine) -> None:
         if self.loan_needed and not self._scheduler.rows and not self._commands:
-            # A request waits for what is lent.
+            # A request waits for memory that is on loan.
             with self._condition:
                 self._condition.wait(LOAN_SECONDS)
             return
@@ -646,7 +650,7 @@ class EngineThread:
                 return
             idle = not self._condition.wait(IDLE_SECONDS)
         if idle:
-            # One file: a request that comes meanwhile waits for no more.
+            # Save one file at a time, so that a new request waits for at most one write.
             engine.decoder.prefixes.save(SAVED_IDLE)
 
     def _fail_everyone(self, error: RedraftError) -> None:

@@ -1,4 +1,4 @@
-"""Tickets and places: a submitted request as its client sees it, and a reserved place in the queue."""
+"""A submitted request as its client sees it, and a reserved queue slot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from service.engine.request import Request
 
 
 class Place:
-    """core.Place: a reserved place in the queue. on_release: called once, when the place is used or given back."""
+    """core.Place: a reserved queue slot. on_release: called once, when the slot is used or released."""
 
     def __init__(self, on_release: Callable[[], None]) -> None:
         self._on_release = on_release
@@ -22,7 +22,7 @@ class Place:
         self._reserved = True
 
     def release(self) -> bool:
-        """Give the place back. Returns whether it was still reserved."""
+        """Release the slot. Returns whether it was still reserved."""
         with self._lock:
             reserved, self._reserved = self._reserved, False
         if reserved:
@@ -37,8 +37,8 @@ class Place:
 
 
 class Ticket:
-    """core.Ticket: a submitted request. arrived_at: perf_counter. row: its state in the engine, None until it has a row for the
-    first time. sink: receives its events. route: that it came by."""
+    """core.Ticket: a submitted request. arrived_at: perf_counter. row: its state in the engine, None until it first has a row.
+    sink: receives its events. route: the HTTP route of the request."""
 
     def __init__(self, prompt: Prompt, sink: Sink, route: str = "") -> None:
         self.id = uuid.uuid4().hex
@@ -49,17 +49,17 @@ class Ticket:
         self.cancelled = threading.Event()
         self.row: Request | None = None
         self.cached, self.counted_at = 0, -inf
-        """Tokens that were in the prefix cache at that time (perf_counter)."""
+        """Number of cached tokens, and when they were counted (perf_counter)."""
         self._sending = threading.RLock()
         self._ended = False
 
     @property
     def tokens(self) -> Sequence[int]:
-        """Its prompt and what there is of its output."""
+        """Its prompt and its output so far."""
         return self.prompt.tokens if self.row is None else self.row.tokens
 
     def status(self, state: RequestState) -> RequestStatus:
-        """What it is now, in this state of the scheduler's. From any thread."""
+        """Its status, given the scheduler's state. May be called from any thread."""
         row, now = self.row, time.perf_counter()
         started_at = row.decode_started_at if row is not None else 0.0
         last = row.rounds[-1] if row is not None and row.rounds else None
@@ -75,11 +75,11 @@ class Ticket:
         )
 
     def cancel(self) -> None:
-        """See core.Ticket. Sets a flag that the engine's thread reads before its next round."""
+        """See core.Ticket. Sets a flag that the engine thread reads before its next round."""
         self.cancelled.set()
 
     def send(self, event: Event) -> None:
-        """Pass an event to the sink, unless the last one was sent already: the watchdog may fail a request while the engine's
+        """Pass an event to the sink, unless the last event was already sent: the watchdog may fail a request while the engine
         thread still works on it."""
         with self._sending:
             if not self._ended:

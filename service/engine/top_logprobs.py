@@ -1,4 +1,4 @@
-"""The part of the target's distribution that is logged: the 32 most likely tokens and the probability mass of the rest."""
+"""The logged part of the target's distribution: the 32 most likely tokens and the probability mass of the rest."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def top_logits(logits: mx.array, count: int = TOP_TARGETS) -> tuple[mx.array, mx
 
 
 def tail_mass(logprobs: mx.array) -> mx.array:
-    """log of the probability mass outside log-probabilities (..., n): (...); -inf where rounding leaves none."""
+    """log of the probability mass outside log-probabilities (..., n): (...); -inf if rounding leaves none."""
     return mx.log(mx.maximum(-mx.expm1(mx.minimum(mx.logsumexp(logprobs, axis=-1), 0.0)), 0.0))
 
 

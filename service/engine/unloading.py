@@ -1,4 +1,4 @@
-"""Gives an idle engine's weights back to the machine, and knows of it what outlives them."""
+"""Releases an idle engine's weights, and keeps what outlives them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from service.engine.planner import Planner
 class Unloaded:
     """An engine without its weights and caches. Holds no MLX array.
 
-    ref: the adapter that drafts once it is loaded again, None for the bare draft. timed: costs of rounds with the bare draft.
-    lookup: what look-ups find, which erasures clear after loading the engine."""
+    ref: the adapter to load with the engine, None for the base draft. timed: costs of rounds with the base draft. lookup: the
+    texts of prompt lookup; erasure clears them after reloading the engine.
+    """
 
     context: int
     provenance: Provenance
@@ -28,7 +29,7 @@ class Unloaded:
 
     @classmethod
     def of(cls, engine: Engine) -> Unloaded:
-        """What is kept of an engine that has no requests."""
+        """What is kept of an engine without requests."""
         decoder = engine.decoder
         ref = None if (drafter := decoder.batch.drafter) is None else drafter.draft.ref
         return cls(engine.context, engine.provenance, ref, decoder.timed, decoder.planner, decoder.lookup)
@@ -39,19 +40,19 @@ class Unloaded:
         return BARE_DRAFT if self.ref is None else self.ref.id
 
     def check(self, prompt: Prompt) -> None:
-        """As Engine.check. Once loaded, the engine may have less memory than before: it checks what waits again."""
+        """As Engine.check. A reloaded engine may have less memory than before, so it checks waiting requests again."""
         check_length(prompt, self.context)
 
 
 class IdleTimer:
-    """Tells when nothing has been asked of an engine for `seconds`; never where that is None."""
+    """Tells when an engine has been idle for `seconds`; never if that is None."""
 
     def __init__(self, seconds: float | None) -> None:
         self._seconds = seconds
         self._since = time.monotonic()
 
     def used(self) -> None:
-        """Something was asked of the engine."""
+        """Record that the engine was used."""
         self._since = time.monotonic()
 
     @property
@@ -61,5 +62,5 @@ class IdleTimer:
 
     @property
     def due(self) -> bool:
-        """Whether the engine has been idle for long enough."""
+        """Whether the engine has been idle long enough."""
         return self._seconds is not None and time.monotonic() - self._since >= self._seconds

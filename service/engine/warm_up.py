@@ -1,4 +1,4 @@
-"""Rounds that are run before the first request, so that none waits for what a device prepares once for each shape."""
+"""Rounds that run before the first request, so that no request waits for work that a device does once per shape."""
 
 from __future__ import annotations
 
@@ -21,20 +21,22 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WIDTHS = (96, 128, 64, 192, 48, 256, 32, 384)
-"""Tokens of the prompts, those of most requests first: the first prefill of a width takes several times as long as others."""
+"""Prompt lengths in tokens, most common first. The first prefill of a width takes several times as long as later ones."""
 LONG_WIDTH = 2 * SHARE + 64
-"""Tokens of a prompt over which attention runs as over the longest."""
+"""Tokens of a prompt over which attention splits keys as it does over the longest prompts."""
 MASKED_CHUNK = MOST + 1
 """Tokens of a call that `attention` leaves to MLX."""
 BATCHED, MOST_ROWS = 3, 64
-"""The longest proposals of rounds over several rows that are run, and rows of the largest batch."""
+"""Maximum length of proposals warmed up over several rows, and rows of the largest batch."""
 
 
 def warm_up(decoder: Decoder, most: int, context: int | None = None) -> None:
-    """Run rounds of a decoder without rows: of every draft length over one row, of the usual ones over every size of batch
-    that up to `most` requests run in, and where `context`, tokens of a request, allows it, of one over a long row and a prefill
-    under a mask. On a machine that has not run them before each kernel takes seconds to compile; in a process that has not, a
-    shape takes 20 to 80 ms more the first time, and the first call of cuDNN under a mask 2 to 3 s."""
+    """Run rounds of an empty decoder: every draft length over one row, the usual lengths over every batch size used by up to
+    `most` requests, and, if `context` (maximum tokens of a request) allows it, one over a long row and one masked prefill.
+
+    The first time on a machine, each kernel takes seconds to compile. The first time in a process, a shape takes 20 to 80 ms
+    more, and cuDNN's first masked call 2 to 3 s.
+    """
     started_at, strategy = time.perf_counter(), decoder.strategy
     one, *sizes = sorted({strategy.batch_size(n) for n in range(1, min(most, MOST_ROWS) + 1)})
     if decoder.adaptive:
@@ -59,19 +61,19 @@ def warm_up(decoder: Decoder, most: int, context: int | None = None) -> None:
         for (rows, k, sampling), width in zip(rounds, widths, strict=True):
             prompt = Prompt((0,) * (width + 1), replace(sampling, max_tokens=sys.maxsize))
             decoder.admit(*(Request("", prompt, frozenset(), None) for _ in range(rows)))
-            # A draft that was parked first reads what it has missed.
+            # A draft that was parked first catches up.
             for length in (k, 0, k) if k == catches_up else (k,):
                 decoder.draft_length = length
-                # Two rounds, and one launched behind them: the first call of `round` reports the last one of another length.
+                # Two rounds, and one launched ahead: the first call of `round` reports the last round of another length.
                 decoder.leave([])
                 for _ in range(FIRST_CALLS):
                     decoder.round()
             decoder.leave(decoder.rows)
-    log.info("rounds of %d kinds warmed up in %.1f s", len(rounds), time.perf_counter() - started_at)
+    log.info("warmed up %d kinds of rounds in %.1f s", len(rounds), time.perf_counter() - started_at)
 
 
 def _prefill_under_a_mask(decoder: Decoder) -> None:
-    """Prefill two prompts in chunks, of which one is at its end after the first chunk."""
+    """Prefill two prompts in chunks, one of which ends with the first chunk."""
     batch = decoder.batch
     cache = batch.target.cache(batch.size(2))
     if cache.states:

@@ -1,4 +1,4 @@
-"""Watchdog thread: detects that the engine's thread has ended or hangs, in native code too, where nothing is raised."""
+"""Watchdog thread: detects that the engine thread has ended or hangs, including in native code, where nothing is raised."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 
 class Watchdog:
-    """Watches a thread that calls `beat` regularly; starts with its first beat.
+    """Watches a thread that calls `beat` regularly, from its first beat on.
 
-    hang_seconds: the longest time without a beat while `busy` returns True. give_up: called with the reason when the thread is
-    gone or hangs. on_fatal: called after that with the reason, and also when the thread itself has set `dead`. dead: why the
-    thread ended or was given up; None while it runs.
+    hang_seconds: maximum time without a beat while `busy` returns True. give_up: called with the reason when the thread has
+    died or hangs. on_fatal: called after that with the reason, and also when the thread itself has set `dead`. dead: why the
+    thread ended or was abandoned; None while it runs.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop watching: from now on the thread may end."""
+        """Stop watching: the thread may end from now on."""
         self._stopped.set()
 
     def beat(self) -> None:
@@ -47,12 +47,12 @@ class Watchdog:
         self._beat = time.monotonic()
 
     def rest(self) -> None:
-        """Stop watching until the next beat. Called by the watched thread before something that may take any time."""
+        """Stop watching until the next beat. Called by the watched thread before work without a time limit."""
         self._beat = None
 
     @property
     def idle_seconds(self) -> float:
-        """Seconds since the last beat while there is work; 0 without work, before the first beat, and while it rests."""
+        """Seconds since the last beat while there is work; 0 without work, before the first beat, and after `rest`."""
         beat = self._beat
         return time.monotonic() - beat if beat is not None and self._busy() else 0.0
 
@@ -71,7 +71,7 @@ class Watchdog:
         if self._beat is None:
             return None
         if not self._watched.is_alive() and not self._stopped.is_set():
-            return "the engine's thread is gone"
+            return "the engine thread died"
         if self.idle_seconds > self.hang_seconds:
             return f"the engine made no progress for {self.hang_seconds:.0f} s"
         return None

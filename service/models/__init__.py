@@ -1,1 +1,1 @@
-"""Models: names to folders, loading a target and its draft, and checks that they are compatible."""
+"""Models: resolving names to folders, loading a target and its draft, and checking that they are compatible."""

@@ -16,11 +16,11 @@ Transitions = Mapping[str, Sequence[tuple[str, str]]]
 
 
 class Unfinished(ValueError):
-    """A call goes on behind what looks like its end."""
+    """The call continues after an apparent end."""
 
 
 class CallSyntax(Protocol):
-    """How a model writes calls."""
+    """How a model writes tool calls."""
 
     @property
     def start(self) -> str:
@@ -29,21 +29,21 @@ class CallSyntax(Protocol):
 
     @property
     def end(self) -> str:
-        """The marker behind it; "": none."""
+        """The marker after a call; "": none."""
         ...
 
     def may_begin(self, text: str) -> bool:
-        """Whether what stands behind a marker may become a call."""
+        """Whether the text after a marker may become a call."""
         ...
 
     def read(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[list[ToolCall], str]:
-        """The calls in the text between two markers, and what follows them where there is no marker behind. Raises ValueError
-        where it is no call, and Unfinished where more text may make it one."""
+        """The calls in the text between two markers, and the text after them if there is no end marker. Raises ValueError if it
+        is not a call, and Unfinished if more text may make it one."""
         ...
 
 
 def transitions_of(tokenizer: TokenizerWrapper, *, tools: bool) -> dict[str, list[tuple[str, str]]]:
-    """How the answers of a model are divided. tools: calls are looked for."""
+    """How a model's answers are divided. tools: whether to look for calls."""
     found: dict[str, list[tuple[str, str]]] = {NORMAL: []}
     start = tokenizer.tool_call_start
     formats = tokenizer.response_transitions
@@ -52,7 +52,7 @@ def transitions_of(tokenizer: TokenizerWrapper, *, tools: bool) -> dict[str, lis
         found[NORMAL].append((opening, REASONING))
         found[REASONING] = [(closing, NORMAL)]
     if tools and start is not None:
-        # A response format with calls of its own says where they begin.
+        # A response format that includes calls defines where they begin.
         if not any(state == TOOL for marks in formats.values() for _, state in marks):
             found[NORMAL].append((start, TOOL))
         if REASONING in found:
@@ -64,8 +64,8 @@ def transitions_of(tokenizer: TokenizerWrapper, *, tools: bool) -> dict[str, lis
 
 
 class AnswerReader:
-    """core.AnswerReader. state: at the answer's start. syntax: of calls; None: there are none. opening: the marker that opens
-    reasoning, which is text once the answer has said something."""
+    """core.AnswerReader. state: at the answer's start. syntax: of tool calls; None: there are none. opening: the marker that
+    opens reasoning; once the answer contains text, it counts as text."""
 
     def __init__(
         self,
@@ -81,13 +81,13 @@ class AnswerReader:
         self._tools = [_with_parameters(tool) for tool in tools]
         self._opening = opening
         self._pending = ""
-        """Text that is not read yet: it may belong to a marker or to a call."""
+        """Unread text that may belong to a marker or to a call."""
         self._around = (NORMAL, syntax.start if syntax is not None and state == TOOL else "")
-        """The state before the open call, and its marker."""
+        """The state before the open call, and the call's marker."""
         self._looked = 0
-        """How much of the open call holds no end of it."""
+        """Length of the part of the open call that was searched for its end."""
         self._blank: str | None = ""
-        """White space at the start of a text, which sets calls apart; None: the text goes on."""
+        """White space at the start of a text, which may only separate calls; None: the text has started."""
         self._called = self._said = False
 
     def add(self, text: str) -> list[Piece]:
@@ -122,7 +122,7 @@ class AnswerReader:
             at, marker, state = place
             pieces += self._shown(self._pending[:at])
             if marker == self._opening and state == REASONING and self._state == NORMAL and self._said:
-                # The text before the marker was the first that the answer says, so that the marker is only mentioned.
+                # Text precedes the marker, so the marker is only mentioned.
                 self._pending = self._pending[at:]
                 continue
             self._pending = self._pending[at + len(marker) :]
@@ -139,8 +139,8 @@ class AnswerReader:
         return marks
 
     def _call(self, *, ended: bool, cut: bool) -> list[Piece] | None:
-        """The call behind the marker; None: more text may complete it. What is no call is text, its marker too, and is read
-        again for markers that it holds."""
+        """The call after the marker; None: more text may complete it. Anything else becomes text, including its marker, and is
+        searched for further markers."""
         syntax = self._syntax
         assert syntax is not None
         while syntax.end and (at := self._pending.find(syntax.end, self._looked)) >= 0:
@@ -149,7 +149,7 @@ class AnswerReader:
             except Unfinished:
                 self._looked = at + len(syntax.end)
                 continue
-            except Exception:  # noqa: BLE001  (parsers raise whatever their text makes Python raise)
+            except Exception:  # noqa: BLE001  (parsers raise arbitrary errors on malformed text)
                 return self._mentioned()
             return self._closed(calls, self._pending[at + len(syntax.end) :])
         if not syntax.may_begin(self._pending):
@@ -158,7 +158,7 @@ class AnswerReader:
             self._looked = max(self._looked, len(self._pending) - len(syntax.end) + 1) if syntax.end else 0
             return None
         if not cut:
-            # Formats without an end marker, and models that end their turn instead of writing it.
+            # For formats without an end marker, and models that end their turn instead of writing it.
             try:
                 return self._closed(*syntax.read(self._pending, self._tools))
             except Exception:  # noqa: BLE001  (as above)
@@ -184,7 +184,7 @@ class AnswerReader:
         return self._text(text) if self._state == NORMAL else []
 
     def _text(self, text: str) -> list[Piece]:
-        """Text, of which white space alone is withheld until more follows."""
+        """Text. White space alone is withheld until more follows."""
         self._said = self._said or bool(text.strip())
         if self._blank is not None:
             text = self._blank + text
@@ -193,13 +193,13 @@ class AnswerReader:
 
 
 def _first(text: str, marks: Sequence[tuple[str, str]]) -> tuple[int, str, str] | None:
-    """Where the first marker stands, the marker, and the state behind it."""
+    """The position of the first marker, the marker, and the state after it."""
     found = [(at, marker, state) for marker, state in marks if (at := text.find(marker)) >= 0]
     return min(found, key=lambda place: (place[0], len(place[1])), default=None)
 
 
 def _withheld(text: str, marks: Sequence[tuple[str, str]]) -> int:
-    """How many characters at a text's end may begin a marker."""
+    """Number of characters at the end of a text that may begin a marker."""
     longest = max((len(marker) for marker, _ in marks), default=1) - 1
     return next(
         (
@@ -212,7 +212,7 @@ def _withheld(text: str, marks: Sequence[tuple[str, str]]) -> int:
 
 
 def _with_parameters(tool: Mapping[str, object]) -> dict[str, Any]:
-    """The tool with `parameters`, which some parsers take for given."""
+    """The tool with `parameters`, which some parsers require."""
     function = tool.get("function")
     assert isinstance(function, Mapping)
     return {**tool, "function": {"parameters": {"type": "object", "properties": {}}, **function}}

@@ -9,5 +9,5 @@ from mlx.utils import tree_flatten
 
 
 def named_arrays(tree: object) -> list[tuple[str, mx.array]]:
-    """The leaves of a tree of parameters, such as `model.parameters()`, with their dotted names."""
+    """The leaves of a parameter tree, such as `model.parameters()`, with their dotted names."""
     return cast("list[tuple[str, mx.array]]", tree_flatten(tree))

@@ -1,4 +1,4 @@
-"""How models write calls: how a call begins, and what the text between its markers says."""
+"""How models write tool calls: how a call begins, and how the text between its markers is parsed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from service.models.answer import Unfinished
 from service.models.tagged_calls import TAGGED
 
 ToolParser = Callable[[str, Any], Any]
-"""mlx-lm's: the text between the markers of a call, and the tools; one call or several, as dictionaries."""
+"""mlx-lm's parser: takes the text between the markers of a call, and the tools; returns one call or several, as
+dictionaries."""
 
 SPACE = re.compile(r"\s*")
 NAME = re.compile(r"[\w.:/-]+")
@@ -38,10 +39,10 @@ BEGINNINGS: Mapping[str, Sequence[Sequence[str | re.Pattern[str]]]] = {
     "pythonic": [[SPACE, "[", SPACE, NAME, SPACE, "("]],
     "mistral": [[SPACE, "[", SPACE, "{"], [SPACE, NAME, SPACE, "[ARGS]"], [SPACE, NAME, SPACE, "[CALL_ID]"]],
 }
-"""What stands behind the marker of a call, by mlx-lm's parser: alternatives, each of them texts and classes in a row. Where
-anything else stands, the marker is only mentioned. Formats that are not here may begin with anything."""
+"""What may follow the marker of a call, by mlx-lm's parser: alternatives, each a sequence of texts and patterns. If anything
+else follows, the marker is only mentioned. Formats not listed here may begin with anything."""
 ARGUMENTS = ("arguments", "parameters", "args", "input")
-"""What models call the arguments of a call."""
+"""The keys under which models write the arguments of a call."""
 MISTRAL_HEADER = re.compile(
     r"\s*(?:\[TOOL_CALLS\]\s*)?(?P<name>[\w.:/-]+)\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?\[ARGS\]\s*"
 )
@@ -63,12 +64,12 @@ class CallSyntax:
     def read(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[list[ToolCall], str]:
         """See answer.CallSyntax."""
         if not self.may_begin(text):
-            raise ValueError("no call begins so")
+            raise ValueError("no call begins like this")
         rest = ""
         if self.name == "mistral":
             parsed, rest = _mistral_calls(text)
         elif text.lstrip().startswith("{"):
-            # Formats with names before arguments are written as JSON too.
+            # Formats that put names before arguments are sometimes written as JSON too.
             parsed = json_calls(text)
         else:
             parsed = self.parser(text, tools)
@@ -82,7 +83,7 @@ class CallSyntax:
 
 
 def syntax_of(tokenizer: TokenizerWrapper, parser: ToolParser | None = None) -> CallSyntax:
-    """How a model writes calls. parser: of this server's own for it."""
+    """How a model writes tool calls. parser: this server's parser for the format, if any."""
     given = cast("ToolParser", tokenizer.tool_parser)
     name = given.__module__.rpartition(".")[2]
     if parser is None:
@@ -91,7 +92,7 @@ def syntax_of(tokenizer: TokenizerWrapper, parser: ToolParser | None = None) -> 
 
 
 def json_calls(text: str, tools: Any = None) -> list[Any]:
-    """JSON objects in a row, or lists of them. Raises Unfinished where the text ends in a string of theirs."""
+    """Consecutive JSON objects, or lists of them. Raises Unfinished if the text ends inside a string."""
     decoder, found, at = json.JSONDecoder(), list[Any](), 0
     text = text.strip()
     while at < len(text):
@@ -107,7 +108,7 @@ def json_calls(text: str, tools: Any = None) -> list[Any]:
 
 
 def tool_call(parsed: Any) -> ToolCall:
-    """Raises ValueError, TypeError or KeyError for what is not a call."""
+    """Raises ValueError, TypeError or KeyError for anything that is not a call."""
     if isinstance(parsed.get("function"), dict):
         parsed = {"id": parsed.get("id"), **parsed["function"]}
     name, id = parsed["name"], parsed.get("id")
@@ -115,32 +116,32 @@ def tool_call(parsed: Any) -> ToolCall:
     if not name or not isinstance(name, str) or any(other != given[0] for other in given):
         raise ValueError("not a tool call")
     if not given and parsed.keys() - {"name", "id", "type", *ARGUMENTS}:
-        raise ValueError("a call without arguments that says more than its name")
+        raise ValueError("a call without arguments that has other keys than its name")
     text = json.dumps(given[0] if given else {}, ensure_ascii=False, allow_nan=False)
-    # Half of a surrogate pair cannot be sent: it raises here.
+    # Half of a surrogate pair cannot be sent, and raises here.
     (name + text).encode()
     return ToolCall(name, text, id if isinstance(id, str) and id else None)
 
 
 def _arguments(given: Any) -> dict[str, Any]:
-    """Arguments, some models write them as text. Raises ValueError where they are no object."""
+    """Arguments, which some models write as text. Raises ValueError if they are not an object."""
     if isinstance(given, str):
         given = json.loads(given.strip() or "{}")
         given = {} if given is None else given
     if not isinstance(given, dict):
-        raise ValueError("arguments are an object")
+        raise ValueError("arguments must be an object")
     return cast("dict[str, Any]", given)
 
 
 def _check_written(call: ToolCall, text: str) -> None:
-    """Raises ValueError where the text has not the name of a call or of an argument: some parsers make them up."""
+    """Raises ValueError if the name of the call or of an argument does not occur in the text: some parsers invent them."""
     for name in (call.name, *json.loads(call.arguments)):
         if name not in text and json.dumps(name)[1:-1] not in text:
-            raise ValueError("the model has not written this call")
+            raise ValueError("the model did not write this call")
 
 
 def _mistral_calls(text: str) -> tuple[list[Any], str]:
-    """The calls that a text begins with, and the rest of it."""
+    """The calls at the beginning of a text, and the rest of it."""
     decoder = json.JSONDecoder()
     start = len(text) - len(text.lstrip())
     if text.startswith("[", start) and not text.startswith("[TOOL_CALLS]", start):

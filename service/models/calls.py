@@ -1,4 +1,4 @@
-"""Grammars of answers that call tools, by the format in which a model writes calls."""
+"""Grammars of answers that call tools, by the model's tool call format."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Tools = Sequence[Mapping[str, Any]]
 
 
 class CallFormat(Protocol):
-    """How a model writes calls."""
+    """How a model writes tool calls."""
 
     def rules(self, tools: Tools, style: Mapping[str, Any], end: str, bound: Collection[str]) -> list[str]:
-        """Lark rules `call_0`, `call_1` and so on: calls of these tools, without the markers around them.
+        """Lark rules `call_0`, `call_1` and so on: calls of these tools, without the surrounding markers.
 
-        Arguments satisfy the schemas of the tools that `bound` names. style: how JSON is written. end: the text of the marker
-        behind a call. Raises BadRequest for a tool whose schema the format cannot follow.
+        Arguments satisfy the schemas of the tools named by `bound`. style: how JSON is written. end: the text of the marker
+        after a call. Raises BadRequest for a tool whose schema the format cannot express.
         """
         ...
 
@@ -46,7 +46,7 @@ class JsonCalls:
         for i, tool in enumerate(tools):
             function = tool["function"]
             parameters = function.get("parameters") if function["name"] in bound else None
-            # Each schema is a document of its own, into which its references point.
+            # Each schema is a separate document, within which its references are resolved.
             schema = {**(parameters or {"type": "object"}), "x-guidance": style}
             before = json.dumps(f'{{"name": {json.dumps(function["name"])}, "arguments": ')
             rules += [
@@ -76,7 +76,7 @@ FORMATS: Mapping[ToolParser | None, CallFormat] = {
 
 @dataclass(frozen=True)
 class Markers:
-    """The texts around a call, and both as Lark takes them: special tokens by id, the text between them as strings."""
+    """The texts around a call, and both in Lark's form: special tokens by id, other text as strings."""
 
     start_text: str
     end_text: str
@@ -91,7 +91,7 @@ class Markers:
 
 
 def _marker(text: str, special: Mapping[str, int]) -> tuple[str, ...]:
-    # Ids and not names: a name that Lark takes has to look like `<name>`, and Mistral's `[TOOL_CALLS]` does not.
+    # By id, because a name must look like `<name>` in Lark, which Mistral's `[TOOL_CALLS]` does not.
     names = "|".join(re.escape(name) for name in sorted(special, key=len, reverse=True))
     parts = re.split(f"({names})", text) if names else [text]
     return tuple(f"<[{special[part]}]>" if part in special else json.dumps(part) for part in parts if part)
@@ -100,9 +100,9 @@ def _marker(text: str, special: Mapping[str, int]) -> tuple[str, ...]:
 def forced_calls(
     format: CallFormat, markers: Markers, tools: Tools, *, several: bool, otherwise: Grammar | None = None
 ) -> str:
-    """Lark of one call or several of these tools, with valid arguments; or of JSON under the schema of `otherwise`.
+    """The Lark grammar of one call or several of these tools, with valid arguments, or of JSON under the schema of `otherwise`.
 
-    Raises BadRequest where `otherwise` is not JSON, or the format cannot follow a tool's schema.
+    Raises BadRequest if `otherwise` is not JSON, or the format cannot express a tool's schema.
     """
     names = [tool["function"]["name"] for tool in tools]
     rules = [f"call: {' '.join(markers.start)} body", *_bodies(format, markers, tools, names)]
@@ -116,12 +116,12 @@ def forced_calls(
 
 
 def free_calls(format: CallFormat, markers: Markers, tools: Tools, strict: Collection[str]) -> str:
-    """Lark of any text with calls in it. Arguments are valid for the tools that `strict` names.
+    """The Lark grammar of any text that may contain calls. Arguments are valid for the tools named by `strict`.
 
-    Raises BadRequest where the format cannot follow the schema of one of them.
+    Raises BadRequest if the format cannot express the schema of one of them.
     """
-    # What reads the answer finds the marker in its text, so a call also begins where ordinary tokens spell the marker out. The
-    # lazy rule ends the text as soon as the marker is complete. A special token is no text: TEXT ends before it.
+    # The reader finds a marker in the answer's text, so a call also begins where ordinary tokens spell the marker out. The lazy
+    # rule ends the text as soon as the marker is complete. A special token is not text: TEXT ends before it.
     spelled = json.dumps(markers.start_text)
     opened = ["spelled"] if markers.start == (spelled,) else ["spelled", f"TEXT {' '.join(markers.start)}"]
     rules = [f"call: ({' | '.join(opened)}) body", f"spelled[lazy]: TEXT {spelled}"]
@@ -130,6 +130,6 @@ def free_calls(format: CallFormat, markers: Markers, tools: Tools, strict: Colle
 
 
 def _bodies(format: CallFormat, markers: Markers, tools: Tools, bound: Collection[str]) -> list[str]:
-    """Rules of what follows a call's opening marker."""
+    """Rules for what follows a call's opening marker."""
     calls = " | ".join(f"call_{i}" for i in range(len(tools)))
     return [f"body: ({calls}) {' '.join(markers.end)}", *format.rules(tools, JSON_STYLE, markers.end_text, bound)]

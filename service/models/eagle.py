@@ -1,10 +1,10 @@
 """EAGLE-3 head: a draft model of one layer that reads the target's hidden states and the tokens (arXiv 2503.01840).
 
 Its input at position i is token i and a feature vector of position i - 1: the target's hidden states of the feature layers,
-each divided by its root mean square, concatenated and projected by one linear layer. Beyond the target's last position the
-draft's own hidden state of the step before is the feature. The model has the layout of mlx-lm's models (`model.embed_tokens`,
-`model.layers`, `model.norm`, `lm_head`), so that adapters, reduced vocabularies and folding apply to it as to any other.
-Embeddings and output head are the target's.
+each divided by its root mean square, concatenated and projected by one linear layer. Past the target's last position, the
+feature is the draft's hidden state of the previous step. The model has the layout of mlx-lm's models (`model.embed_tokens`,
+`model.layers`, `model.norm`, `lm_head`), so adapters, reduced vocabularies and folding apply to it as to any other. Embeddings
+and output head are the target's.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Backbone(nn.Module):
         """Hidden states (B, N, hidden) at every position for each of `depth` draft steps: EAGLE-3's training-time test.
 
         In step j (from 1) a position sees the target's features up to j - 1 positions before it, and after those the draft's
-        own hidden states of the steps in between.
+        hidden states of the steps in between.
         """
         block, embedded = self.layers[0], self.embed_tokens(tokens)
         keys, values, states = list[mx.array](), list[mx.array](), list[mx.array]()
@@ -135,8 +135,8 @@ class Model(nn.Module):
         return self.model.layers
 
     def bind(self, target: nn.Module, cache: FeatureCache | None = None) -> None:
-        """Capture this target's feature layers from now on. cache: for features of texts. Raises PairError where the target
-        lacks these layers or their width differs."""
+        """Capture this target's feature layers from now on. cache: for features of texts. Raises PairError if the target lacks
+        these layers or their width differs."""
         self._capture = HiddenStateCapture(target, self.args.taps, self.args.hidden_size)
         self._cache = cache or FeatureCache(0)
 
@@ -158,12 +158,12 @@ class Model(nn.Module):
         return shift_right(self.target_features())
 
     def features_of(self, texts: Sequence[Tokens], starts: Sequence[int], length: int) -> mx.array:
-        """`features` of B texts at `length` positions from `starts` on, (B, length, hidden), zeros behind a text's end; from
-        the cache where they are there."""
+        """`features` of B texts at `length` positions from `starts` on, (B, length, hidden), zeros past a text's end. Uses the
+        cache where possible."""
         return self._cache.of(texts, starts, length, self.features)
 
     def clear_features(self) -> None:
-        """Forget the features of texts that will not be read again."""
+        """Drop the cached features of texts."""
         self._cache.clear()
 
 
@@ -181,7 +181,7 @@ def shift_right(x: mx.array, by: int = 1, axis: int = 1) -> mx.array:
 
 
 def _attention_inputs(attention: Any, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """Queries, keys and values (B, heads, N, dims) of whole texts, with rope applied."""
+    """Queries, keys and values (B, heads, N, dims) of whole texts, with RoPE applied."""
 
     def heads(y: mx.array, count: int) -> mx.array:
         return y.reshape(*y.shape[:2], count, -1).transpose(0, 2, 1, 3)
@@ -197,7 +197,7 @@ def _unrolled_attention(
     """Attention output (B, heads, N, dims) of draft step len(keys).
 
     keys, values: (B, KV heads, N, dims) of each step so far. A position attends to the first step's keys up to len(keys) - 1
-    positions before it, and to one key of each later step of its own round.
+    positions before it, and to one key of each later step of the same round.
     """
     steps = len(keys)
     if steps == 1:

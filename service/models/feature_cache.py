@@ -1,4 +1,4 @@
-"""Features of texts that an EAGLE head reads again and again: in every epoch of a run, and with every adapter scored."""
+"""Caches features of texts that an EAGLE head reads repeatedly: in every epoch of a run, and with every adapter scored."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from service.models.padding import Tokens, grouped, padded_rows
 
 
 class FeatureCache:
-    """The target's features of texts, `limit` bytes of them at most. What comes first stays: each epoch reads all texts in
-    another order.
+    """The target's features of texts, at most `limit` bytes. Nothing is evicted, because each epoch reads all texts in another
+    order.
 
     A deep copy is the same cache: copies of a head that differ in their adapter read the same features.
     """
@@ -24,16 +24,16 @@ class FeatureCache:
     def of(
         self, texts: Sequence[Tokens], starts: Sequence[int], length: int, compute: Callable[[mx.array], mx.array]
     ) -> mx.array:
-        """The features (B, length, hidden) of B texts at `length` positions from `starts` on, zeros behind a text's end.
+        """The features (B, length, hidden) of B texts at `length` positions from `starts` on, zeros past a text's end.
 
-        compute: features (B', N, hidden) of whole texts (B', N), none of which depends on a token behind it; called for texts
-        that are not here, as many of similar length at a time as `padding.TOKENS` allows.
+        compute: features (B', N, hidden) of whole texts (B', N), none of which depends on a later token. Called for texts that
+        are not cached, in groups of similar length limited by `padding.TOKENS`.
         """
         keys = [(start, text.tobytes()) for start, text in zip(starts, texts, strict=True)]
         found = [self._features.get(key) for key in keys]
         for group in grouped({row: len(texts[row]) for row, features in enumerate(found) if features is None}):
             computed = compute(mx.array(padded_rows([texts[row] for row in group])))
-            # Copied: a part shares the memory of the whole.
+            # Copied, because a slice shares the memory of the whole.
             parts = [
                 mx.contiguous(each[starts[row] : len(texts[row])]) for row, each in zip(group, computed, strict=True)
             ]
@@ -44,7 +44,7 @@ class FeatureCache:
         return mx.stack([_fit(features, length) for features in found if features is not None])
 
     def clear(self) -> None:
-        """Forget all features."""
+        """Drop all features."""
         self.size = 0
         self._features.clear()
 
@@ -58,5 +58,5 @@ class FeatureCache:
 
 
 def _fit(features: mx.array, length: int) -> mx.array:
-    """(length, hidden): cut, or with zeros behind it."""
+    """(length, hidden): truncated, or padded with zeros."""
     return mx.pad(features[:length], [(0, max(length - features.shape[0], 0)), (0, 0)])

@@ -1,4 +1,4 @@
-"""Hashes that identify models, tokenizers and adapter folders. Imports the standard library only."""
+"""Hashes that identify models, tokenizers and adapter folders. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def model_fingerprint(folder: Path) -> str:
     """Hex sha256 of config.json (in canonical form, with RoPE in the keys that mlx-lm reads) and of the weight files.
 
     Files of 64 MiB and more are sampled: size, header, 256 blocks of 64 KiB. That is fast for any size and distinguishes
-    trained checkpoints, but not files that differ in a few bytes only. Raises ModelError where there is no readable model.
+    trained checkpoints, but not files that differ only in a few bytes. Raises ModelError if there is no readable model.
     """
     digest = hashlib.sha256(_canonical_config(folder / "config.json"))
     files = sorted(folder.glob("*.safetensors"))
@@ -44,8 +44,8 @@ def model_fingerprint(folder: Path) -> str:
 
 
 def tokenizer_fingerprint(folder: Path) -> str:
-    """Hex sha256 of the tokenizer's files (JSON in canonical form) and the chat template, which decide the token ids of a
-    text or a chat. Raises ModelError where there is no tokenizer."""
+    """Hex sha256 of the tokenizer's files (JSON in canonical form) and the chat template, which determine the token ids of a
+    text or a chat. Raises ModelError if there is no tokenizer."""
     digest = hashlib.sha256()
     names = (
         "tokenizer.json",
@@ -83,7 +83,7 @@ def folder_sha256(folder: Path) -> str:
 
 
 def is_unaltered(folder: Path, sha256: str) -> bool:
-    """Whether a folder is there, with the content of this hash. Raises OSError."""
+    """Whether a folder exists with the content of this hash. Raises OSError."""
     return folder.is_dir() and folder_sha256(folder) == sha256
 
 
@@ -102,7 +102,7 @@ def _add_weights(path: Path, digest: _Digest) -> None:
 def _canonical_config(path: Path) -> bytes:
     config = _json(path)
     if isinstance(config, dict):
-        # A configuration that contradicts itself is refused when it is loaded; until then it only needs a name.
+        # An inconsistent configuration is refused when it is loaded. Until then it only needs a fingerprint.
         with suppress(ValueError):
             config = with_rope_keys(cast("dict[str, object]", config))
     return _dumped(config)

@@ -1,4 +1,4 @@
-"""A model's own sampling defaults, from the generation_config.json in its folder."""
+"""A model's sampling defaults, from the generation_config.json in its folder."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ BOUNDS = {
     "repetition_penalty": (1e-2, 10.0),
 }
 GREEDY_TOO = ("repetition_penalty",)
-"""What counts where the file says `do_sample: false`."""
+"""Settings that still apply if the file has `do_sample: false`."""
 
 
 def sampling_defaults(folder: Path) -> Sampling:
-    """How a model wants to be sampled where a request says nothing: greedy where its file is missing, cannot be read, or says
-    `do_sample: false`, then too with its repetition penalty. Values out of bounds are left out, with a warning."""
+    """A model's sampling defaults for requests that set nothing. Greedy if the file is missing or cannot be read, or if it has
+    `do_sample: false`; in that case its repetition penalty still applies. Values out of bounds are ignored with a warning."""
     try:
         config = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -33,7 +33,7 @@ def sampling_defaults(folder: Path) -> Sampling:
         return Sampling()
     if config.get("do_sample") is False:
         config = {name: config[name] for name in GREEDY_TOO if name in config}
-    # Without a temperature, a model that is to be sampled has Hugging Face's default.
+    # Without a temperature, a sampled model gets Hugging Face's default.
     found: dict[str, float] = {"temperature": 1.0} if config.get("do_sample") else {}
     for name, (low, high) in BOUNDS.items():
         value = config.get(name)
@@ -47,7 +47,7 @@ def sampling_defaults(folder: Path) -> Sampling:
         ):
             found[name] = value
         else:
-            log.warning("generation_config.json: %s is out of bounds and left out", name)
+            log.warning("generation_config.json: ignoring %s, which is out of bounds", name)
     if found.get("top_p") == 0:
         del found["top_p"]
     return Sampling(

@@ -1,7 +1,7 @@
 """Converts a GGUF file to a folder in the standard MLX/HF layout, which mlx-lm loads.
 
-Supports the Llama family with a byte-level BPE tokenizer, as llama.cpp's converter writes it. Anything else is refused by name,
-because a misread tensor or pre-tokenizer would give a slightly worse model instead of an error.
+Supports the Llama family with a byte-level BPE tokenizer, as written by llama.cpp's converter. Anything else is refused by
+name, because a misread tensor or pre-tokenizer would give a slightly worse model instead of an error.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _float32(tensors: Mapping[str, mx.array], key: str) -> mx.array:
 def _unpermute(weight: mx.array, heads: int) -> mx.array:
     """Undo llama.cpp's permutation of query and key rows, shape (heads * head_dim, inputs).
 
-    It interleaves the halves of each head, for a rope over neighbouring pairs; HF's rope pairs the halves.
+    It interleaves the halves of each head, for a RoPE over neighbouring pairs; HF's RoPE pairs the halves.
     """
     rows, inputs = weight.shape
     halves = weight.reshape(heads, rows // heads // 2, 2, inputs, stream=mx.cpu).swapaxes(1, 2, stream=mx.cpu)

@@ -1,4 +1,4 @@
-"""Grammars that answers must follow, compiled by llguidance to which tokens may come next."""
+"""Grammars that answers must follow, compiled by llguidance into the tokens allowed next."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from service.models.grammar_schemas import MAX_MERGES, all_schemas, merged_patte
 from service.models.tokens import TokenTable, steps, token_table
 
 MAX_CHARS = 2**20
-"""Characters of a grammar or schema."""
+"""Maximum characters of a grammar or schema."""
 COMPILED = 64
-"""Grammars that stay compiled."""
+"""Number of grammars that stay compiled."""
 LIMITS = LLParserLimits(
     initial_lexer_fuel=300_000,
     step_lexer_fuel=50_000,
@@ -33,28 +33,29 @@ LIMITS = LLParserLimits(
     max_grammar_size=100_000,
     verbose_errors=False,
 )
-"""A tenth to a half of llguidance's own: a mask takes 4 ms at most, since every row of a batch waits for it."""
+"""A tenth to a half of llguidance's defaults: a mask takes at most 4 ms, because every row of a batch waits for it."""
 PROBED = 16
-"""Tokens of an answer that are tried when a grammar is compiled: some meet their limits only then."""
+"""Tokens of an answer that are tried when a grammar is compiled, because some grammars exceed their limits only then."""
 MOST_MULTIPLES = 20_000
-"""Of all `multipleOf` in a grammar together: each of their remainders is a state, and a million of them take seconds."""
+"""Limit for the sum of all `multipleOf` in a grammar. Each remainder is a state, and a million of them take seconds."""
 STACK_BYTES = 2**28
-"""Stack of a thread that compiles: llguidance recurses for every reference in a row, and an overflow ends the process."""
+"""Stack of a compiling thread. llguidance recurses along chains of references, and an overflow would end the process."""
 COMPILE_SECONDS, COMPILING, MAX_ABANDONED = 10.0, 2, 8
-"""How long a grammar may take to compile, and how many do at a time. Nothing can stop one that takes longer: it goes on where
-nobody waits for it, and gives its place to another. While so many go on like that, nothing else is compiled."""
+"""Time limit for compiling a grammar, maximum concurrent compilations, and maximum abandoned ones. A compilation cannot be
+interrupted: after the time limit it continues in the background and frees its slot. While too many are abandoned, nothing else
+is compiled."""
 JSON_STYLE: dict[str, Any] = {
     "item_separator": ", ",
     "key_separator": ": ",
     "whitespace_flexible": False,
     "lenient": True,
 }
-"""JSON as `json.dumps` writes it: what no choice is left to can be proposed without a draft. lenient: formats that llguidance
-does not know are annotations, and keywords that it cannot enforce are passed over, which `TokenConstraint.unenforced` names."""
+"""JSON as `json.dumps` writes it, so that forced text can be proposed without a draft. lenient: formats unknown to llguidance
+are annotations, and keywords that it cannot enforce are ignored; `TokenConstraint.unenforced` lists them."""
 
 
 def compiled_text(grammar: Grammar) -> str:
-    """A grammar as llguidance takes it. Raises BadRequest for a schema or a list that is none."""
+    """A grammar in llguidance's form. Raises BadRequest for an invalid schema or list."""
     try:
         match grammar.kind:
             case GrammarKind.JSON_SCHEMA:
@@ -70,7 +71,7 @@ def compiled_text(grammar: Grammar) -> str:
 
 
 def _choices(choices: Sequence[str]) -> str:
-    """Lark of one of these texts: one terminal, since the parser's rows hold few alternatives."""
+    """The Lark grammar of one of these texts, as a single terminal, because the parser's rows hold few alternatives."""
     texts = [json.dumps(choice, ensure_ascii=False) for choice in dict.fromkeys(choices) if choice]
     ways = [*(["CHOICE"] if texts else []), *(['""'] if "" in choices else [])]
     return "\n".join([f"start: {' | '.join(ways)}", *([f"CHOICE: {' | '.join(texts)}"] if texts else [])])
@@ -78,7 +79,7 @@ def _choices(choices: Sequence[str]) -> str:
 
 class Grammars:
     """Compiles grammars for one tokenizer. vocabulary: width of the target's logits. eos: tokens that end an answer.
-    Thread-safe, and slow: not for the engine's thread."""
+    Thread-safe and slow: not for the engine thread."""
 
     def __init__(self, tokenizer: TokenizerWrapper, vocabulary: int, eos: Collection[int]) -> None:
         self._source = tokenizer
@@ -87,25 +88,25 @@ class Grammars:
         self._lock = threading.Lock()
         self._compiling = threading.Semaphore(COMPILING)
         self._abandoned = 0
-        """Grammars that go on compiling where nobody waits for them."""
+        """Grammars that continue compiling after their time limit."""
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[str, tuple[LLMatcher, tuple[str, ...]]] = OrderedDict()
-        """By text: a matcher at its beginning, and keywords that it does not enforce."""
+        """By text: a matcher in its initial state, and keywords that it does not enforce."""
 
     def constraint(self, grammar: Grammar, opening: int | None = None, closing: Sequence[int] = ()) -> TokenConstraint:
-        """What keeps one answer within a grammar. closing: tokens that end the reasoning before it, which is free. opening: the
-        token that begins the reasoning, where the model may do without; None: it is under way, or there is none (closing is
-        empty). Raises BadRequest for a grammar that is too large, or cannot be compiled."""
+        """A constraint that keeps one answer within a grammar. closing: tokens that end the preceding reasoning, which is
+        unconstrained. opening: the token that begins the reasoning, if the model may skip it; None: reasoning has already
+        begun, or there is none (closing is empty). Raises BadRequest for a grammar that is too large or cannot be compiled."""
         if len(grammar.source) > MAX_CHARS:
             raise BadRequest(f"it is longer than {MAX_CHARS} characters", field=grammar.field)
         return self.of_answer(AnswerGrammar(compiled_text(grammar), opening, tuple(closing)), grammar.field)
 
     def of_answer(self, grammar: AnswerGrammar, field: str = "grammar") -> TokenConstraint:
-        """The same of a grammar as it is stored. Raises BadRequest when it cannot be compiled."""
+        """The same for a stored grammar. Raises BadRequest if it cannot be compiled."""
         with self._lock:
             tokenizer = self._tokenizer = self._tokenizer or self._make_tokenizer(field)
             known = self._compiled.get(grammar.text)
-        # Not within the lock: others use what is compiled already.
+        # Outside the lock, so that others can use compiled grammars meanwhile.
         matcher, unenforced = known or self._compile_apart(tokenizer, grammar.text, field)
         with self._lock:
             self._compiled[grammar.text] = matcher, unenforced
@@ -116,17 +117,17 @@ class Grammars:
         return TokenConstraint(tokenizer, copy, grammar, self._vocabulary, self._eos, unenforced)
 
     def forget(self) -> None:
-        """Drop what was compiled: schemas and tools are clients' texts."""
+        """Drop compiled grammars, because schemas and tools are clients' texts."""
         with self._lock:
             self._compiled.clear()
 
     def _compile_apart(self, tokenizer: LLTokenizer, grammar: str, field: str) -> tuple[LLMatcher, tuple[str, ...]]:
-        """Compile on a thread with STACK_BYTES, for COMPILE_SECONDS at most. Raises BadRequest."""
+        """Compile on a thread with STACK_BYTES, within COMPILE_SECONDS. Raises BadRequest."""
         if (multiples := _multiples(grammar)) > MOST_MULTIPLES:
-            reason = f"its multipleOf come to {multiples:.0f} together, and may to {MOST_MULTIPLES}"
+            reason = f"its multipleOf add up to {multiples:.0f}, more than {MOST_MULTIPLES}"
             raise BadRequest(f"it cannot be compiled: {reason}", field=field)
         if self._abandoned >= MAX_ABANDONED or not self._compiling.acquire(timeout=COMPILE_SECONDS):
-            raise BadRequest("it cannot be compiled now: others take too long", field=field)
+            raise BadRequest("it cannot be compiled now: other grammars take too long", field=field)
         made: Future[tuple[LLMatcher, tuple[str, ...]]] = Future()
         abandoned = False
 
@@ -134,7 +135,7 @@ class Grammars:
             try:
                 with panics_as_errors():
                     made.set_result(_compile(tokenizer, grammar, field))
-            except BaseException as error:  # noqa: BLE001  (whoever waits gets it)
+            except BaseException as error:  # noqa: BLE001  (raised by the waiting thread)
                 made.set_exception(error)
             finally:
                 with self._lock:
@@ -156,7 +157,7 @@ class Grammars:
             return made.result(COMPILE_SECONDS)
         except TimeoutError:
             with self._lock:
-                # Between the time-out and this it may have ended, and left its place.
+                # It may have ended since the time-out and released its slot.
                 if not made.done():
                     abandoned = True
                     self._abandoned += 1
@@ -178,9 +179,9 @@ class Grammars:
 
 
 class _GrammarTokens:
-    """The vocabulary as llguidance takes it: the interface of its own TokenizerWrapper.
+    """The vocabulary in llguidance's form, with the interface of its TokenizerWrapper.
 
-    llguidance can read tokenizer.json itself, but it panics where ids have gaps, and its text may contain special tokens: it
+    llguidance can read tokenizer.json itself, but it panics if ids have gaps, and its text may contain special tokens: it
     forces the token `<tool_call>` where a grammar wants these letters, and then refuses it.
     """
 
@@ -189,13 +190,13 @@ class _GrammarTokens:
 
     def __init__(self, table: TokenTable, parts: dict[str, Any], vocabulary: int, eos: list[int]) -> None:
         """parts: tokenizer.json, which is changed. vocabulary: width of the target's logits."""
-        # Ids without a token have no bytes, which no text of a grammar matches. The model may lack the tokenizer's last ones.
+        # Ids without a token have no bytes, which no text of a grammar matches. The model may lack the tokenizer's last ids.
         self.tokens = [*table.bytes[:vocabulary], *[b""] * (vocabulary - len(table))]
         self.special_token_ids = sorted(id for id in table.special.values() if id < vocabulary)
         self.eos, self.eos_token_id = eos, eos[0]
         for token in parts["added_tokens"]:
             token["special"] = token["content"] in table.special
-        # Forced text has to become tokens of exactly its bytes: nothing is added to it or composed.
+        # Forced text must become tokens of exactly its bytes, so nothing may be added to it or composed.
         replaced = [step for step in steps(parts["normalizer"]) if step["type"] == "Replace"]
         parts["normalizer"] = {"type": "Sequence", "normalizers": replaced} if replaced else None
         for step in steps(parts["pre_tokenizer"]):
@@ -206,10 +207,10 @@ class _GrammarTokens:
         self._tokenizer.encode_special_tokens = True
         self._special = frozenset(self.special_token_ids)
         self.greedy: Callable[[str], list[int]] | None = None
-        """llguidance's own tokenisation, by the longest token at each place; None while its tokenizer is built."""
+        """llguidance's tokenization, by the longest token at each position; None while its tokenizer is built."""
 
     def __call__(self, text: str) -> list[int]:
-        """Token ids of exactly this text, in which special tokens are letters like others."""
+        """Token ids of exactly this text, in which special tokens count as ordinary letters."""
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         exact = (
             all(id < len(self.tokens) for id in ids)
@@ -220,11 +221,11 @@ class _GrammarTokens:
 
 
 _starting = threading.Lock()
-"""The size of a new thread's stack is the process's."""
+"""The stack size for new threads is a setting of the whole process."""
 
 
 def _multiples(grammar: str) -> float:
-    """All `multipleOf` of the schemas in a grammar, added up."""
+    """The sum of all `multipleOf` in a grammar's schemas."""
     found = (schema.get("multipleOf") for schema in all_schemas(grammar))
     return sum((abs(multiple) for multiple in found if isinstance(multiple, int | float)), 0.0)
 
@@ -260,14 +261,14 @@ def _compile(tokenizer: LLTokenizer, grammar: str, field: str) -> tuple[LLMatche
 
 
 def _reason(error: str) -> str:
-    """One line of what llguidance says. What is wrong with a regex comes last, behind lines that show the place."""
+    """One line of llguidance's error. The cause of a regex error comes last, after lines that show its position."""
     first, *others = error.splitlines()
     said = next((line.removeprefix("error: ") for line in others if line.startswith("error: ")), "")
     return f"{first} {said}" if said and first.endswith(":") else first
 
 
 class _Phase(Enum):
-    """Where an answer is. START: it may begin to reason, or begin what the grammar says."""
+    """The phase of an answer. START: it may begin to reason, or begin the constrained text."""
 
     START = "start"
     REASONING = "reasoning"
@@ -298,12 +299,12 @@ class TokenConstraint:
         if grammar.closing:
             self._phase = _Phase.REASONING if grammar.opening is None else _Phase.START
         self._tail: tuple[int, ...] = ()
-        """The last tokens of the reasoning, as many as end it."""
+        """The last tokens of the reasoning, as many as `closing` has."""
         free = bytearray(b"\xff" * self._bytes)
         for token in eos:
             free[token >> 3] &= ~(1 << (token & 7))
         self._reasoning = bytes(free)
-        """The mask of reasoning, which must end before the answer does."""
+        """The mask during reasoning, which must end before the answer does."""
         self._fed: list[int] = []
         """Tokens that the grammar has consumed."""
         self._stuck = False
@@ -330,7 +331,7 @@ class TokenConstraint:
             masks.append(self._mask())
         self._phase, self._tail, stuck, fed = before
         if self._matcher.is_error() and not stuck:
-            # A limit was met on the way of a proposal, and an error stays: begin again, with what the answer has.
+            # A proposal hit a limit, and the error is permanent: restart with the tokens of the answer.
             self._matcher = self._pristine.deep_copy()
             self._matcher.consume_tokens(self._fed[:fed])
         else:
@@ -361,7 +362,7 @@ class TokenConstraint:
             with panics_as_errors():
                 tokens, _ = self._tokenizer.tokenize_partial(self._matcher.compute_ff_bytes())
         except LibraryPanic:
-            # What is forced is only proposed, and the engine's thread must go on.
+            # Forced tokens are only proposals, and the engine thread must continue.
             return []
         return tokens[:most]
 
@@ -370,7 +371,7 @@ class TokenConstraint:
             return self._reasoning
         mask = b"" if self._matcher.is_error() else self._matcher.compute_bitmask()[: self._bytes]
         if not mask.strip(b"\0"):
-            # A limit of llguidance was met on the way, or no token has the bytes that must come.
+            # llguidance hit a limit, or no token has the required bytes.
             self._stuck = True
             return self._with(self._eos, b"")
         if self._phase is _Phase.START and self._opening is not None:
@@ -378,7 +379,7 @@ class TokenConstraint:
         return mask.ljust(self._bytes, b"\0")
 
     def _with(self, tokens: Collection[int], mask: bytes) -> bytes:
-        """The mask with these tokens allowed too."""
+        """The mask with these tokens also allowed."""
         new = bytearray(mask.ljust(self._bytes, b"\0"))
         for token in tokens:
             new[token >> 3] |= 1 << (token & 7)

@@ -1,4 +1,4 @@
-"""JSON schemas in a grammar as llguidance takes it: what it does not enforce of them, and forms of them that it compiles."""
+"""JSON schemas within llguidance grammars: what llguidance does not enforce, and rewrites that it can compile."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _COUNTS = ("minProperties", "maxProperties")
 _DIALECT = re.compile(r"http://json-schema\.org/draft-0\d/schema#?|https://json-schema\.org/draft/20\d\d-\d\d/schema#?")
 _LOOKS_AROUND = re.compile(r"look-?around|backreference")
 _BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-"""Keywords whose values hold schemas by names, which are no keywords."""
+"""Keywords whose values map names to schemas; the names are not keywords."""
 _VALUES = frozenset({"const", "default", "enum", "examples"})
-"""Keywords whose values are no schemas."""
+"""Keywords whose values are not schemas."""
 _INTEGERS = frozenset({"minLength", "maxLength", "minItems", "maxItems", *_COUNTS})
 _MAY_BE_NULL = frozenset({"const", "default"})
 MAX_MERGES = 64
-"""Pairs of overlapping patterns of one grammar that are joined."""
+"""Maximum pairs of overlapping patterns of one grammar that are merged."""
 MAX_PATTERNS = 64
-"""Different patterns of one grammar that are tried one by one."""
+"""Maximum different patterns of one grammar that are tried individually."""
 
 
 def all_schemas(grammar: str) -> Iterator[Mapping[str, Any]]:
-    """Every JSON object of the schemas in a grammar: of JSON, or of Lark with JSON in it."""
+    """Every JSON object in the schemas of a grammar, which is JSON, or Lark with JSON in it."""
     left: list[object] = [document for _, _, document in _documents(grammar)]
     while left:
         match left.pop():
@@ -42,8 +42,8 @@ def all_schemas(grammar: str) -> Iterator[Mapping[str, Any]]:
 
 
 def unenforced(grammar: str, warnings: Sequence[str]) -> tuple[str, ...]:
-    """Keywords of JSON schema that answers under a grammar may violate, in alphabetical order. warnings: llguidance's. A format
-    that it does not know is an annotation, which JSON schema does not ask to enforce."""
+    """Keywords of JSON schema that answers under a grammar may violate, in alphabetical order. warnings: llguidance's. An
+    unknown format is an annotation, which JSON schema does not require to be enforced."""
     names: set[str] = set()
     for warning in warnings:
         if found := _UNKNOWN.match(warning):
@@ -59,13 +59,13 @@ def unenforced(grammar: str, warnings: Sequence[str]) -> tuple[str, ...]:
 
 
 def _asks(name: str, value: object) -> bool:
-    """Whether a keyword with this value restricts anything: `uniqueItems` by true, schemas by anything else."""
+    """Whether a keyword with this value restricts anything: `uniqueItems` only if true, other keywords unless true."""
     return value is not None and value is not (name != "uniqueItems")
 
 
 def merged_patterns(grammar: str, error: str) -> str | None:
-    """A grammar without an overlap of `patternProperties` that llguidance complains of, which does not compile it; None where
-    the error is another. Names under either pattern then have values that are valid under both schemas."""
+    """A grammar without an overlap of `patternProperties` that llguidance reports and refuses to compile; None if the error is
+    a different one. Names matching both patterns then need values valid under both schemas."""
     found = _OVERLAP.search(error)
     if found is None:
         return None
@@ -90,11 +90,11 @@ def merged_patterns(grammar: str, error: str) -> str | None:
 
 
 def readable(grammar: str, refusal: Callable[[str], str]) -> tuple[str, tuple[str, ...]]:
-    """A grammar that llguidance reads, and the keywords whose patterns were dropped, in alphabetical order.
+    """A grammar that llguidance can read, and the keywords whose patterns were dropped, in alphabetical order.
 
-    Its schemas have no keyword that is null, no dialect that llguidance does not know and no bound such as 2.0, which is an
-    integer in JSON schema. Patterns that look around or refer back are dropped, because no grammar can follow them.
-    refusal: why a regex does not compile, or "" where it does.
+    Its schemas have no null keywords, no dialect unknown to llguidance, and no bound such as 2.0, which is an integer in JSON
+    schema. Patterns with look-around or backreferences are dropped, because no grammar can follow them. refusal: why a regex
+    does not compile, or "" if it does.
     """
     refused: dict[str, bool] = {}
     names: set[str] = set()
@@ -128,7 +128,7 @@ def readable(grammar: str, refusal: Callable[[str], str]) -> tuple[str, tuple[st
 
 
 def without_nulls(schema: object) -> Any:
-    """A schema without keywords that are null, as programs write those that they do not set."""
+    """A schema without null keywords, which some programs write for unset options."""
     copied = copy.deepcopy(schema)
     _change_schemas(copied, _drop_nulls)
     return copied
@@ -150,7 +150,7 @@ def _rewritten(grammar: str, change: Callable[[dict[str, Any]], None]) -> str:
 
 
 def _change_schemas(document: object, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change a schema and those within it in place, each before its own parts."""
+    """Change a schema and its subschemas in place, each before its parts."""
     left: list[tuple[object, bool]] = [(document, True)]
     while left:
         node, is_schema = left.pop()
@@ -166,7 +166,7 @@ def _change_schemas(document: object, change: Callable[[dict[str, Any]], None]) 
 
 
 def _documents(grammar: str) -> Iterator[tuple[int, int, object]]:
-    """JSON documents in a grammar, with where they begin and end."""
+    """JSON documents in a grammar, with their start and end positions."""
     decoder, at = json.JSONDecoder(), 0
     while at <= len(grammar):
         if at or not grammar.startswith("{"):
@@ -177,7 +177,7 @@ def _documents(grammar: str) -> Iterator[tuple[int, int, object]]:
         try:
             document, end = decoder.raw_decode(grammar, at)
         except ValueError:
-            # The letters are of a text, not of a schema.
+            # These letters belong to a text, not to a schema.
             at += 1
             continue
         yield at, end, cast("object", document)

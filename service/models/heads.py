@@ -1,7 +1,7 @@
 """Splits a model into backbone and output head, and cuts the head to a reduced draft vocabulary.
 
-`split` lets a caller run the head on the positions whose logits it needs. `cut` leaves the head with the rows of the ids that
-the draft may propose.
+`split` lets a caller run the head only on the positions whose logits it needs. `cut` reduces the head to the rows of the ids
+that the draft may propose.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Head: TypeAlias = Callable[[mx.array], mx.array]
 
 _PROBE = (1, 2, 3, 4)
 _CLOSE = 0.02
-"""Allowed difference of a cut head's logits, as a share of the largest: a product over fewer rows is rounded differently."""
+"""Allowed difference of a cut head's logits, as a share of the largest: a product over fewer rows rounds differently."""
 
 
 def split(model: nn.Module) -> tuple[Backbone, Head] | None:
-    """Backbone and head of a model, or None when head(backbone(x)) is not bit-equal to model(x) on a probe.
+    """Backbone and head of a model, or None if head(backbone(x)) is not bit-equal to model(x) on a probe.
 
-    A tolerance would let families pass that scale or cap their logits, where the probe's logits are small. Both parts look
-    their layers up when called, so layers that are replaced later (LoRA) take effect.
+    A tolerance would accept families that scale or cap their logits, if the probe's logits are small. Both parts look up their
+    layers when called, so layers that are replaced later (LoRA) take effect.
     """
     probe = mx.array([_PROBE])
     expected = cast("mx.array", model(probe, cache=make_prompt_cache(model)))
@@ -67,10 +67,10 @@ def _heads(owner: Any) -> list[Head]:
 
 
 class CutHead(nn.Module):
-    """An output head over a reduced vocabulary: logits keep their full width and are -inf outside of it.
+    """An output head over a reduced vocabulary. Logits keep their full width and are -inf outside of it.
 
-    whole: the head, or the embedding that is the head too. ids: the reduced vocabulary. Each row of a batch may have extra
-    ids (`allow_extra_ids`). Raises ModelError where an id is out of range or the head has not one row per token.
+    whole: the head, or the embedding that is also the head. ids: the reduced vocabulary. Each row of a batch may have extra ids
+    (`allow_extra_ids`). Raises ModelError if an id is out of range or the head does not have one row per token.
     """
 
     def __init__(self, whole: nn.Module, ids: Sequence[int]) -> None:
@@ -86,7 +86,7 @@ class CutHead(nn.Module):
         self.rows = shallow_copy(whole)
         self.rows.update(tree_map(lambda array: array[mx.array(reduced)], whole.parameters()))
         mx.eval(self.rows.parameters())
-        # MLX leaves attributes with a leading underscore out of a module's parameters.
+        # MLX does not count attributes with a leading underscore as parameters.
         self._ids = mx.array(reduced)
         self._in_vocabulary = np.isin(np.arange(width), reduced)
         self._extra: tuple[mx.array, mx.array, mx.array | None] | None = None
@@ -109,17 +109,16 @@ class CutHead(nn.Module):
         return isinstance(self.whole, nn.QuantizedLinear | nn.QuantizedEmbedding | nn.Linear | nn.Embedding)
 
     def allow_extra_ids(self, ids: mx.array | None) -> None:
-        """Compute logits at ids[b] too for row b of a batch, until the next call. ids: (B, n), or (1, n) for all rows, where
-        repeated ids and ids of the reduced vocabulary change nothing; None: none. Without effect where `takes_extra_ids` is
-        false."""
+        """Compute logits also at ids[b] for row b of a batch, until the next call. ids: (B, n), or (1, n) for all rows;
+        repeated ids and ids of the reduced vocabulary have no effect; None: none. No effect if `takes_extra_ids` is false."""
         self._extra = None
         if ids is not None and self.takes_extra_ids:
             reduced, rows = mx.broadcast_to(self._ids, (ids.shape[0], self._ids.size)), _head_rows(self.whole, ids)
             self._extra = (mx.concatenate([reduced, ids.astype(reduced.dtype)], axis=-1)[:, None], *rows)
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Logits (..., width) from hidden states (..., hidden): -inf outside the reduced vocabulary and the extra ids, but
-        the whole head's inside `full_head`, and (..., reduced + n) inside `narrow_heads`, the n extra ids last."""
+        """Logits (..., width) from hidden states (..., hidden): -inf outside the reduced vocabulary and the extra ids. Inside
+        `full_head`, the whole head's logits; inside `narrow_heads`, (..., reduced + n), the n extra ids last."""
         return cast("Any", self.whole)(x) if self._full else self._full_width(x, cast("Any", self.rows)(x))
 
     def _full_width(self, x: mx.array, logits: mx.array) -> mx.array:
@@ -158,10 +157,10 @@ def _head_rows(whole: nn.Module, ids: mx.array) -> tuple[mx.array, mx.array | No
 
 
 class CutEmbedding(CutHead):
-    """A CutHead over an embedding that is the output head too. Token ids are embedded by the whole table."""
+    """A CutHead over an embedding that is also the output head. Token ids are embedded with the whole table."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Embeddings (..., hidden) of token ids (...,), by the whole table."""
+        """Embeddings (..., hidden) of token ids (...,), from the whole table."""
         return cast("Any", self.whole)(x)
 
     def as_linear(self, x: mx.array) -> mx.array:
@@ -175,7 +174,7 @@ def cut(model: nn.Module, ids: Sequence[int]) -> None:
     """Reduce the model's output vocabulary to these ids, in place; an earlier cut is undone first.
 
     Families that cap their logits turn -inf into a low number: such tokens are then unlikely, not impossible. Raises
-    ModelError, and leaves the model uncut, where its head is not found or an id is out of range.
+    ModelError, and leaves the model uncut, if its head is not found or an id is out of range.
     """
     uncut(model)
     probe = mx.array([_PROBE])
@@ -198,7 +197,7 @@ def cut(model: nn.Module, ids: Sequence[int]) -> None:
 
 
 def uncut(model: nn.Module) -> None:
-    """Undo `cut`: give a model its whole output head back, in place."""
+    """Undo `cut`: restore a model's whole output head, in place."""
     for owner in (model, getattr(model, "language_model", None)):
         if isinstance(head := getattr(owner, "lm_head", None), CutHead):
             cast("Any", owner).lm_head = head.whole
@@ -208,7 +207,7 @@ def uncut(model: nn.Module) -> None:
 
 
 def cut_head(model: nn.Module) -> CutHead | None:
-    """The model's cut head; None where its head is whole."""
+    """The model's cut head; None if its head is not cut."""
     for owner in (model, getattr(model, "language_model", None)):
         embedding = getattr(getattr(owner, "model", None), "embed_tokens", None)
         for head in (getattr(owner, "lm_head", None), embedding):
@@ -219,7 +218,7 @@ def cut_head(model: nn.Module) -> CutHead | None:
 
 @contextmanager
 def extra_ids_allowed(head: CutHead | None, ids: mx.array | None) -> Generator[None]:
-    """Compute logits at extra ids inside the block: see `CutHead.allow_extra_ids`. head None: it is whole."""
+    """Compute logits at extra ids inside the block: see `CutHead.allow_extra_ids`. head: None if it is not cut."""
     if head is not None:
         head.allow_extra_ids(ids)
     try:
@@ -231,8 +230,8 @@ def extra_ids_allowed(head: CutHead | None, ids: mx.array | None) -> Generator[N
 
 @contextmanager
 def ids_allowed(model: nn.Module, tokens: NDArray[np.int32]) -> Generator[NDArray[np.bool_] | None]:
-    """Inside the block a cut head also gives the logits of all ids in `tokens` (...,), of the whole head where its rows cannot
-    be picked. Yields `CutHead.in_vocabulary`, (width,); None where the head is not cut."""
+    """Inside the block, a cut head also computes the logits of all ids in `tokens` (...,), or those of the whole head if its
+    rows cannot be picked. Yields `CutHead.in_vocabulary`, (width,); None if the head is not cut."""
     head = cut_head(model)
     if head is None or not head.takes_extra_ids:
         with full_head(model) as in_vocabulary:
@@ -243,9 +242,9 @@ def ids_allowed(model: nn.Module, tokens: NDArray[np.int32]) -> Generator[NDArra
 
 
 def _extra_ids(head: CutHead, tokens: NDArray[np.int32]) -> mx.array | None:
-    """(1, n) the ids in `tokens` (...,) that are not in the reduced vocabulary, ascending; None without any."""
+    """(1, n) the ids in `tokens` (...,) that are not in the reduced vocabulary, ascending; None if there are none."""
     own = np.zeros_like(head.in_vocabulary)
-    # A wider target's ids may lie beyond the head.
+    # A wider target may use ids beyond the head.
     own[tokens[tokens < len(own)]] = True
     outside = np.flatnonzero(own & ~head.in_vocabulary)
     return mx.array(outside[None]) if len(outside) else None
@@ -253,9 +252,9 @@ def _extra_ids(head: CutHead, tokens: NDArray[np.int32]) -> mx.array | None:
 
 @contextmanager
 def narrow_heads(models: Sequence[nn.Module], tokens: NDArray[np.int32]) -> Generator[None]:
-    """Inside the block the logits of models whose heads are cut to the same ids are those of the reduced vocabulary alone, by
-    ascending id, and behind them those of the other ids that are in `tokens` (...,), ascending too, where every head takes
-    such. Whole heads stay whole."""
+    """For models whose heads are cut to the same ids: inside the block, their logits cover only the reduced vocabulary, by
+    ascending id, followed by the other ids in `tokens` (...,), also ascending, if every head takes extra ids. Uncut heads are
+    not affected."""
     heads = [head for model in models if (head := cut_head(model)) is not None]
     extra = None
     if heads and all(head.takes_extra_ids for head in heads):
@@ -273,7 +272,7 @@ def narrow_heads(models: Sequence[nn.Module], tokens: NDArray[np.int32]) -> Gene
 
 @contextmanager
 def full_head(model: nn.Module) -> Generator[NDArray[np.bool_] | None]:
-    """Use the model's whole head inside the block. Yields `CutHead.in_vocabulary`, (width,); None where it is not cut."""
+    """Use the model's whole head inside the block. Yields `CutHead.in_vocabulary`, (width,); None if it is not cut."""
     head = cut_head(model)
     if head is None:
         yield None
@@ -286,8 +285,8 @@ def full_head(model: nn.Module) -> Generator[NDArray[np.bool_] | None]:
 
 
 def token_limit(model: nn.Module) -> int | None:
-    """How many token ids a model has embeddings for; None where it has no embedding table. MLX does not check indices: a
-    larger id would read past the end of the array."""
+    """The number of token ids for which a model has embeddings; None if it has no embedding table. MLX does not check indices:
+    a larger id would read past the end of the array."""
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.QuantizedEmbedding)]
     return max((table.weight.shape[0] for table in tables), default=None)
 

@@ -14,13 +14,14 @@ from service.core import PairError
 
 
 class Captured:
-    """The hidden states (B, N, width) of one layer's last call; None before the first and after `HiddenStateCapture.take`."""
+    """The hidden states (B, N, width) of one layer's last call; None before the first call and after
+    `HiddenStateCapture.take`."""
 
     states: mx.array | None = None
 
 
 class CapturingLayer:
-    """Mixin in front of a layer's class that captures the layer's output."""
+    """Mixin placed before a layer's class that captures the layer's output."""
 
     def __call__(self, *positional: object, **named: object) -> object:
         """Call the layer, capture its output and return it unchanged."""
@@ -30,10 +31,10 @@ class CapturingLayer:
 
 
 class HiddenStateCapture:
-    """Captures the outputs of `layers` (indices) of a model, in place: parameter names, arrays and results do not change.
+    """Captures the outputs of `layers` (indices) of a model, in place. Parameter names, arrays and results do not change.
 
-    A deep copy of an object that refers to it refers to the same one, because the model is not copied either. Raises PairError
-    where the model has no such layers in one list, or their output is not (B, N, width).
+    A deep copy of an object that refers to it refers to the same capture, because the model is not copied either. Raises
+    PairError if the model has no such layers in one list, or if their output is not (B, N, width).
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[int], width: int) -> None:
@@ -45,7 +46,7 @@ class HiddenStateCapture:
         model(mx.zeros((1, 2), dtype=mx.int32), cache=make_prompt_cache(model))
         shapes = {getattr(layer.states, "shape", None) for layer in self.captured}
         if shapes != {(1, 2, width)}:
-            raise PairError(f"the draft reads hidden states of width {width}, the target's layers put out {shapes}")
+            raise PairError(f"the draft reads hidden states of width {width}, the target's layers produce {shapes}")
         self.take()
 
     def take(self) -> list[mx.array]:

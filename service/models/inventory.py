@@ -1,4 +1,4 @@
-"""Models on this disk, of the home folder and of the Hugging Face cache, and their removal. Imports no MLX."""
+"""Models on this disk, in the home folder and the Hugging Face cache, and their removal. Does not import MLX."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from service.models.model_files import WEIGHTS
 
 
 class Origin(StrEnum):
-    """How a model came to this disk. CONVERTED: from the package that carries it. MADE: by `make-draft`. HUB: fetched from the
-    hub, by this program or another one."""
+    """The origin of a model on this disk. CONVERTED: from the package that contains it. MADE: by `make-draft`. HUB: fetched
+    from the hub, by this program or another one."""
 
     CONVERTED = "converted here"
     MADE = "made here"
@@ -31,8 +31,8 @@ class Origin(StrEnum):
 class StoredModel:
     """A model on this disk.
 
-    name: as --target and --draft take it. folders: where it is; the first one is what serves, others are earlier revisions.
-    size: bytes on disk. revisions: in the hub's cache. is_draft: it was made to be a draft.
+    name: as for --target and --draft. folders: its locations; the first one is served, others are earlier revisions. size:
+    bytes on disk. revisions: in the hub's cache. is_draft: it was made to be a draft.
     """
 
     name: str
@@ -44,8 +44,8 @@ class StoredModel:
 
 
 def stored_models(home: Path) -> list[StoredModel]:
-    """Models of the home folder, then those of the hub's cache by name, damaged ones among them. Folders without weights are
-    left out."""
+    """Models of the home folder, then those of the hub's cache by name, including damaged ones. Folders without weights are
+    omitted."""
     converted = [
         StoredModel(folder.name, Origin.CONVERTED, (folder,), _bytes(folder), is_draft=folder.name in DRAFTS_SHIPPED)
         for folder in _folders(home / CONVERTED)
@@ -60,7 +60,7 @@ def stored_models(home: Path) -> list[StoredModel]:
 
 
 def stored_model(name: str, home: Path) -> StoredModel:
-    """The model of this name; a draft that was made here also goes by its folder's name. Raises NotFound."""
+    """The model of this name. A draft that was made here is also found by its folder's name. Raises NotFound."""
     found = stored_models(home)
     for model in found:
         if name == model.name or (model.origin is Origin.MADE and name == model.folders[0].name):
@@ -71,15 +71,15 @@ def stored_model(name: str, home: Path) -> StoredModel:
 
 
 def remove_model(model: StoredModel) -> None:
-    """Delete a model's files: from the hub's cache as huggingface_hub does it. Raises ModelError where that fails."""
+    """Delete a model's files; those in the hub's cache through huggingface_hub. Raises ModelError on failure."""
     try:
         if model.origin is Origin.HUB and model.revisions:
             scan_cache_dir(constants.HF_HUB_CACHE).delete_revisions(*model.revisions).execute()
             return
-        # A repository that huggingface_hub cannot read goes as a whole.
+        # A repository that huggingface_hub cannot read is removed as a whole.
         hub = [model.folders[0].parent.parent] if model.origin is Origin.HUB else []
         for folder in hub or model.folders:
-            # Renamed first: half of a folder must not pass for a whole model.
+            # Rename first, so that a partly deleted folder is not taken for a whole model.
             doomed = folder.with_name(f".{folder.name}.making-removed")
             shutil.rmtree(doomed, ignore_errors=True)
             folder.rename(doomed)
@@ -105,7 +105,7 @@ def _hub_models() -> list[StoredModel]:
 
 
 def _unreadable(known: Collection[str]) -> list[StoredModel]:
-    """Models of the hub's cache that huggingface_hub leaves out, because files of theirs are links to nothing."""
+    """Models of the hub's cache that huggingface_hub omits because some of their files are broken links."""
     found: list[StoredModel] = []
     for repository in sorted(Path(constants.HF_HUB_CACHE).glob("models--*")):
         snapshots = sorted((repository / "snapshots").glob("*"), key=lambda each: each.lstat().st_mtime, reverse=True)
@@ -117,12 +117,13 @@ def _unreadable(known: Collection[str]) -> list[StoredModel]:
 
 
 def _newest_first(revisions: Iterable[CachedRevisionInfo]) -> list[CachedRevisionInfo]:
-    """What `main` is, then the others by age."""
+    """The revision of `main`, then the others by age."""
     return sorted(revisions, key=lambda each: ("main" in each.refs, each.last_modified), reverse=True)
 
 
 def _is_model(folder: Path) -> bool:
-    """Whether it holds weights in the layout of mlx-lm, and says what they are, unless that cannot be read."""
+    """Whether a folder holds weights in the layout of mlx-lm and a config.json with a model type, or one that cannot be
+    read."""
     file = folder / "config.json"
     if not any(folder.glob(WEIGHTS)):
         return False

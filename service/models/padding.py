@@ -1,4 +1,4 @@
-"""Padding of texts to one length, and which of them share a call."""
+"""Pads texts to one length, and groups them into calls."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 TOKENS = 2048
-"""Tokens of one call, padding included; a longer text is a call of its own."""
+"""Tokens per call, including padding. A longer text gets a separate call."""
 LENGTHS = 32
-"""Padded lengths and position counts are multiples of this: few shapes, so that freed memory can be used again."""
+"""Padded lengths and position counts are multiples of this, so that shapes repeat and freed memory can be reused."""
 
 Tokens = NDArray[np.int32]
 
@@ -29,7 +29,7 @@ def padded_rows(sequences: Sequence[Tokens]) -> Tokens:
 
 
 def grouped(lengths: Mapping[int, int]) -> Iterator[list[int]]:
-    """Numbers of texts with these lengths, shorter ones first, as many of similar length as fit into one call."""
+    """Indices of texts with these lengths, shorter ones first, grouped by similar length into calls."""
     group: list[int] = []
     for text in sorted(lengths, key=lengths.__getitem__):
         if group and (len(group) + 1) * padded(lengths[text]) > TOKENS:

@@ -29,8 +29,8 @@ from service.models.templates import load_chat_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model ready to run. config: its config.json, with RoPE in the keys that mlx-lm reads. context: its longest input in
-    tokens, None where not given."""
+    """A model ready to run. config: its config.json, with RoPE in the keys that mlx-lm reads. context: its maximum input in
+    tokens, None if not given."""
 
     model: nn.Module
     tokenizer: TokenizerWrapper
@@ -58,10 +58,10 @@ class Pair:
 
 
 def load_model(folder: Path) -> Loaded:
-    """Load through mlx-lm, for inference.
+    """Load a model through mlx-lm, for inference.
 
-    On the CPU every floating-point weight (scales and biases of quantised layers too) becomes float32, the only
-    precision that is fast and exact there; on Metal and CUDA weights stay as stored. Raises ModelError.
+    On the CPU every floating-point weight (including scales and biases of quantised layers) becomes float32, the only precision
+    that is fast and exact there. On Metal and CUDA, weights stay as stored. Raises ModelError.
     """
     model, tokenizer, config = _unread(folder)
     fingerprint = model_fingerprint(folder)
@@ -71,8 +71,8 @@ def load_model(folder: Path) -> Loaded:
 
 
 def unread_pair(target: Path, draft: Path | None) -> tuple[nn.Module, nn.Module | None]:
-    """The models of a pair, none of whose weights are read (but for embeddings that both have): for their sizes, and to know
-    before they are loaded whether they can be served. Raises ModelError or PairError as `load_pair`."""
+    """The models of a pair without reading their weights (except embeddings that both have), to compute sizes and to check
+    before loading whether they can be served. Raises ModelError or PairError as `load_pair`."""
     target_model, target_tokenizer, _ = _unread(target)
     check_cache(target_model, "target")
     if draft is None:
@@ -87,7 +87,7 @@ def unread_pair(target: Path, draft: Path | None) -> tuple[nn.Module, nn.Module 
 
 def _unread(folder: Path) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
     """A model whose weights are read when they are first evaluated, its tokenizer, and its config.json with RoPE in the keys
-    that mlx-lm reads. Raises ModelError, also where mlx-lm would ignore what config.json says of RoPE."""
+    that mlx-lm reads. Raises ModelError, also if mlx-lm would ignore RoPE settings of config.json."""
     check_files(folder)
     with _as_model_error(f"{folder} cannot be loaded by mlx-lm"):
         written = load_config(folder)
@@ -112,7 +112,7 @@ def _unread(folder: Path) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
 
 @contextmanager
 def _as_model_error(what: str) -> Generator[None]:
-    """Raises a ModelError of one line for whatever a library raises over damaged files. what: the line's beginning."""
+    """Raises a one-line ModelError for any error that a library raises on damaged files. what: the beginning of the line."""
     try:
         with panics_as_errors():
             yield
@@ -130,7 +130,7 @@ def mlx_lm_runs(folder: Path) -> bool:
 def load_pair(target: Path, draft: Path | None) -> Pair:
     """Load a target and a draft, and check that the draft can propose tokens to the target.
 
-    Both must have the same tokenizer and caches that can be truncated. Equal embeddings are shared. Raises ModelError, or
+    Both must have the same tokenizer, and caches that can be truncated. Equal embeddings are shared. Raises ModelError, or
     PairError naming the cause.
     """
     target_model = load_model(target)
@@ -143,7 +143,7 @@ def load_pair(target: Path, draft: Path | None) -> Pair:
             _share_embeddings(target_model.model, draft_model.model)
     models = [loaded.model for loaded in (target_model, draft_model) if loaded is not None]
     widths = _checked_widths(models, target_model.tokenizer)
-    # As provenance_of has it, whose fingerprints were taken when they were loaded.
+    # Like provenance_of, with the fingerprints taken at loading.
     provenance = Provenance(
         target=target_model.fingerprint,
         tokenizer=tokenizer_fingerprint(target),
@@ -169,7 +169,7 @@ def check_fit(target: Path, draft: Path) -> None:
 
 
 def provenance_of(target: Path, draft: Path | None) -> Provenance:
-    """What names a pair in the log, by its folders alone. Raises ModelError."""
+    """The fingerprints of a pair, from its folders only. Raises ModelError."""
     return Provenance(
         target=model_fingerprint(target),
         tokenizer=tokenizer_fingerprint(target),
@@ -178,10 +178,10 @@ def provenance_of(target: Path, draft: Path | None) -> Provenance:
 
 
 def check_cache(model: nn.Module, role: str) -> None:
-    """Refuse a model whose cache the engine cannot replace by its own.
+    """Refuse a model whose cache the engine cannot replace.
 
-    The engine has replacements for full and sliding-window attention and for recurrent states, not for chunked, quantised or
-    attention-sink caches. Raises PairError naming the family and the cache.
+    The engine has replacements for full and sliding-window attention and for recurrent states, but not for chunked, quantised
+    or attention-sink caches. Raises PairError naming the model family and the cache.
     """
     family = getattr(model, "model_type", type(model).__module__.rsplit(".", 1)[-1])
     first, *rest = inspect.signature(model.__call__).parameters.values()
@@ -201,7 +201,7 @@ def check_cache(model: nn.Module, role: str) -> None:
 
 
 def _check_draft(target: tuple[nn.Module, TokenizerWrapper], draft: tuple[nn.Module, TokenizerWrapper]) -> None:
-    """Raises PairError where a draft cannot propose tokens to a target. Binds an EAGLE-3 head to it."""
+    """Raises PairError if a draft cannot propose tokens to a target. Binds an EAGLE-3 head to it."""
     check_cache(draft[0], "draft")
     _check_tokenizers(target[1], draft[1])
     eagle.bind(draft[0], target[0])
@@ -223,18 +223,17 @@ def _check_tokenizers(target: TokenizerWrapper, draft: TokenizerWrapper) -> None
     ):
         if left != right:
             raise PairError(f"target and draft differ in their {name}: {left} and {right}")
-    # The target's own end an answer. Conversions of one family list more or fewer of the same ones.
+    # The target's end tokens end an answer. Conversions of one family list different subsets of them.
     ends = [sorted(tokenizer.eos_token_ids) for tokenizer in (target, draft)]
     if not set(ends[0]) & set(ends[1]):
         raise PairError(f"target and draft differ in their end tokens: {ends[0]} and {ends[1]}")
 
 
 def _checked_widths(models: Sequence[nn.Module], tokenizer: TokenizerWrapper) -> list[int]:
-    """Widths of the logits of a target and of its draft, where there is one. Raises PairError where they are too narrow.
+    """Widths of the logits of a target and of its draft, if there is one. Raises PairError if they are too narrow.
 
     Both may lack added tokens at the end, such as Gemma 3's image token, which only its larger models have. Prompts with ids
-    that the target lacks are refused. The draft reads its own last token in place of those that it lacks, and does not propose
-    them.
+    that the target lacks are refused. The draft reads its last token in place of ids that it lacks, and does not propose them.
     """
     widths = [logits_width(model) for model in models]
     ids = set(_vocabulary(tokenizer).values())
@@ -255,12 +254,12 @@ def _special_ids(tokenizer: TokenizerWrapper) -> list[int]:
 
 def logits_width(model: nn.Module) -> int:
     """V of a model's logits (B, N, V)."""
-    # Lazy: only the shape is needed, nothing is computed.
+    # Lazy: only the shape is needed, and nothing is computed.
     return cast("mx.array", model(mx.zeros((1, 1), dtype=mx.int32), cache=make_prompt_cache(model))).shape[-1]
 
 
 def _share_embeddings(target: nn.Module, draft: nn.Module) -> None:
-    """Replace the draft's input and output embeddings by the target's arrays where they are equal, to save memory."""
+    """Replace the draft's input and output embeddings by the target's arrays if they are equal, to save memory."""
     ours = dict(named_arrays(target.parameters()))
     shared: list[tuple[str, mx.array]] = []
     for name, array in named_arrays(draft.parameters()):

@@ -1,5 +1,5 @@
-"""JSON schemas of parameters: the forms that a value may take, a schema apart from the document around it, and the value that a
-text between tags is."""
+"""JSON schemas of tool parameters: the alternatives of a schema, self-contained copies, and parsing a value written between
+tags."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, cast
 from urllib.parse import unquote
 
 TYPES = ("null", "boolean", "number", "string", "array", "object")
-"""What a schema without `type` allows. Integers are numbers."""
+"""The types that a schema without `type` allows. Integers are numbers."""
 ANNOTATIONS = frozenset(
     {
         "title",
@@ -26,9 +26,9 @@ ANNOTATIONS = frozenset(
     }
     | {"format", "contentEncoding", "contentMediaType"}
 )
-"""Keywords that bind no value."""
+"""Keywords that do not constrain the value."""
 MAX_FORMS = 1000
-"""Schemas that are visited for one parameter: alternatives of alternatives multiply."""
+"""Maximum schemas visited for one parameter, because nested alternatives multiply."""
 
 Schema = dict[str, Any]
 
@@ -36,10 +36,10 @@ Schema = dict[str, Any]
 def forms(schema: object, document: object) -> list[Schema]:
     """The alternatives of a schema, flattened: each has one `type`, or an `enum` of the values that its type allows.
 
-    `$ref`, `anyOf`, `oneOf`, `allOf`, `const` and lists of types are resolved. Keywords of `allOf` that contradict each
-    other stay in an `allOf`. document: what references point into.
+    `$ref`, `anyOf`, `oneOf`, `allOf`, `const` and lists of types are resolved. Keywords of `allOf` that contradict each other
+    stay in an `allOf`. document: the root for references.
 
-    Raises ValueError for a reference that leads nowhere, an unknown type, and too many alternatives.
+    Raises ValueError for an unresolvable reference, an unknown type, and too many alternatives.
     """
     found: list[Schema] = []
     left: list[tuple[object, frozenset[str]]] = [(schema, frozenset())]
@@ -87,7 +87,7 @@ def _object(schema: object) -> Schema:
 
 
 def _both(one: object, other: object) -> Any:
-    """A schema of the values that both allow, annotations of the first preferred. False: there are none."""
+    """A schema of the values that both allow, preferring annotations of the first. False: there are none."""
     if one is False or other is False:
         return False
     merged, conflicts = _object(one), Schema()
@@ -112,7 +112,7 @@ def _common_types(one: Any, other: Any) -> list[str]:
 
 
 def types_of(value: object) -> set[str]:
-    """The types of JSON schema that a value of Python's json is of."""
+    """The JSON schema types of a Python value."""
     match value:
         case None:
             return {"null"}
@@ -131,7 +131,7 @@ def types_of(value: object) -> set[str]:
 
 
 def resolve(reference: str, document: object) -> Any:
-    """What a JSON pointer behind `#` refers to. Raises ValueError where there is nothing."""
+    """The target of a JSON pointer after `#`. Raises ValueError if there is none."""
     node: Any = document
     if reference != "#" and not reference.startswith("#/"):
         raise ValueError(f"{reference!r} does not refer into the same schema")
@@ -145,8 +145,8 @@ def resolve(reference: str, document: object) -> Any:
 
 
 def self_contained(schema: object, document: object) -> Schema:
-    """The schema as a document of its own, with a definition for each reference that it needs. Raises ValueError for a
-    reference that leads nowhere."""
+    """The schema as a separate document, with a definition for each reference that it needs. Raises ValueError for an
+    unresolvable reference."""
     names: dict[str, str] = {}
     waiting: list[str] = []
 
@@ -173,7 +173,7 @@ def self_contained(schema: object, document: object) -> Schema:
 
 
 def parameters_of(document: object) -> Schema:
-    """The schema of a function's parameters, without references around it. Raises ValueError where it is none."""
+    """The schema of a function's parameters, without outer references. Raises ValueError if there is none."""
     schema, passed = document, set[str]()
     while isinstance(schema, Mapping):
         found = dict(cast("Mapping[str, Any]", schema))
@@ -184,17 +184,17 @@ def parameters_of(document: object) -> Schema:
             break
         passed.add(reference)
         schema = {**resolve(reference, document), **found}
-    raise ValueError("their schema is none")
+    raise ValueError("their schema is invalid")
 
 
 def parameter_schema(schema: Schema, name: str) -> object:
-    """What the parameters' schema says of one of them."""
+    """The part of the parameters' schema about one parameter."""
     properties: Schema = schema.get("properties") or {}
     return properties[name] if name in properties else schema.get("additionalProperties", True)
 
 
 def read_value(text: str, schema: object, document: object) -> Any:
-    """The value that a text between tags is. Raises ValueError for JSON that is broken, or of a type that is not allowed."""
+    """The value of a text between tags. Raises ValueError for broken JSON, or a type that is not allowed."""
     found = forms(schema, document)
     values = [value for form in found for value in form.get("enum", ())]
     for value in sorted(values, key=lambda value: isinstance(value, str)):
@@ -205,17 +205,17 @@ def read_value(text: str, schema: object, document: object) -> Any:
         value = json.loads(text, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError):
         value = text
-    # White space around it is the string's.
+    # Surrounding white space belongs to the string.
     is_json = not isinstance(value, str) and ("string" not in types or text == text.strip())
     if is_json and types & types_of(value):
         return value
     if "string" not in types:
-        raise ValueError("a value of another type")
+        raise ValueError("a value of the wrong type")
     return text
 
 
 def written(value: object) -> str:
-    """A value as a model writes it between tags: texts as they are, others as JSON."""
+    """A value as a model writes it between tags: strings unchanged, others as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -224,5 +224,5 @@ def _refuse(name: str) -> float:
 
 
 def _finite(text: str) -> float:
-    """The number, limited to the range of floats: JSON has larger numbers, and no infinity that could be sent instead."""
+    """The number, limited to the range of floats: JSON allows larger numbers but has no infinity."""
     return max(-sys.float_info.max, min(sys.float_info.max, float(text)))

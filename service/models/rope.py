@@ -1,8 +1,8 @@
-"""Rotary position embeddings (RoPE) as config.json describes them, in the keys that mlx-lm reads.
+"""Rotary position embeddings (RoPE) as described in config.json, in the keys that mlx-lm reads.
 
-transformers 5 writes base and scaling inside `rope_parameters`, either flat or by type of layer. Most families of mlx-lm read
-`rope_theta`, `rope_scaling` and similar keys instead, and fall back to their defaults without a word. Imports the standard
-library only.
+transformers 5 writes base and scaling inside `rope_parameters`, either flat or by layer type. Most model families in mlx-lm
+read `rope_theta`, `rope_scaling` and similar keys instead, and silently fall back to their defaults. Imports only the standard
+library.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ READ_BY_MLX_LM = frozenset(
         "spark2_5",
     }
 )
-"""Values of `model_type` whose `rope_parameters` mlx-lm reads itself. tests/models/test_rope.py compares it with mlx-lm."""
+"""Values of `model_type` whose `rope_parameters` mlx-lm reads itself. tests/models/test_rope.py compares this set with
+mlx-lm."""
 _THETA = {"gpt_neox": "rotary_emb_base"}
 _PARTIAL = {"gpt_neox": "rotary_pct"}
 _LOCAL_THETA = {"mimo_v2_flash": "swa_rope_theta", "plamo3": "rope_local_theta"}
@@ -46,7 +47,7 @@ _REQUIRE_SCALING = {"exaone4", "glm4_moe", "llama4"}
 """Families whose `rope_scaling` has no default."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _UNSCALED = {"default", "mrope"}
-"""Types that leave the frequencies as they are. mrope assigns positions to images; text has the usual ones."""
+"""Types that leave the frequencies unchanged. mrope assigns positions to images; text has the usual ones."""
 _YARN = frozenset({"yarn", "deepseek_yarn", "telechat3-yarn"})
 _NEED_ORIGINAL_LENGTH = _YARN | {"llama3", "longrope"}
 
@@ -60,10 +61,10 @@ class _Model(Protocol):
 
 
 def with_rope_keys(config: Mapping[str, Any]) -> Config:
-    """A copy of a config.json in which `rope_parameters`, at the top and in `text_config`, is replaced by the keys that the
-    family's mlx-lm code reads. Families that read `rope_parameters` themselves are left as they are.
+    """A copy of a config.json in which `rope_parameters`, at the top level and in `text_config`, is replaced by the keys that
+    the family's mlx-lm code reads. Families that read `rope_parameters` themselves are left unchanged.
 
-    Raises ValueError where `rope_parameters` is malformed, contradicts another key, or cannot be expressed in these keys.
+    Raises ValueError if `rope_parameters` is malformed, contradicts another key, or cannot be expressed in these keys.
     """
     lifted = _with_keys(config, {_family(config)})
     if isinstance(text := config.get("text_config"), dict):
@@ -72,10 +73,10 @@ def with_rope_keys(config: Mapping[str, Any]) -> Config:
 
 
 def check_rope(model: _Model, config: Mapping[str, Any]) -> None:
-    """Compare the RoPE that mlx-lm built with what a config.json (as written, not lifted) asks for. Raises ValueError where the
-    family's code ignores a scaling type, an attention factor, or what was lifted of base and rotated dimensions."""
+    """Compare the RoPE that mlx-lm built with the original config.json. Raises ValueError if the family's code ignores a
+    scaling type, an attention factor, or the lifted base or rotated dimensions."""
     family = _family(config) or "model"
-    # Towers for images are not called.
+    # Image towers are not called.
     ropes = [each for each in model.modules() if _is_rope(each) and "Vision" not in type(each).__name__]
     plain = [rope for rope in ropes if type(rope).__name__ == "RoPE"]
     scales = any(type(rope).__name__ != "RoPE" or rope.scale != 1 for rope in ropes)
@@ -94,7 +95,7 @@ def check_rope(model: _Model, config: Mapping[str, Any]) -> None:
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:
-    """The longest input in tokens, None where config.json gives none. YaRN lengthens `max_position_embeddings` to its original
+    """The maximum input in tokens, None if config.json gives none. YaRN extends `max_position_embeddings` to its original
     length times its factor, as model cards state and vLLM computes it."""
     parts = [part for part, _ in _parts(config)]
     lengths = [length for part in parts if isinstance(length := part.get("max_position_embeddings"), int)]
@@ -126,7 +127,7 @@ def _with_keys(part: Mapping[str, Any], families: set[str | None]) -> Config:
 
 
 def _by_layer_type(part: Mapping[str, Any]) -> tuple[Config, Config | None]:
-    """The parameters of layers with full attention, and those of layers with a sliding window where they differ."""
+    """The parameters of layers with full attention, and those of layers with a sliding window if they differ."""
     entries = _parameters(part)
     if len({json.dumps(entry, sort_keys=True) for entry in entries.values()}) == 1:
         return next(iter(entries.values())), None
@@ -190,7 +191,7 @@ def _check_dimensions(part: Mapping[str, Any], ropes: list[Any], family: str) ->
     factors = {entry.get("partial_rotary_factor") for entry in _parameters(part).values()} - {None, 1.0}
     heads, hidden = part.get("num_attention_heads"), part.get("hidden_size")
     size = part.get("head_dim") or (hidden // heads if isinstance(hidden, int) and isinstance(heads, int) else None)
-    # Multi-head latent attention rotates a part of its own (qk_rope_head_dim).
+    # Multi-head latent attention rotates a separate part (qk_rope_head_dim).
     if not factors or size is None or "qk_rope_head_dim" in part:
         return
     wanted = {int(size * factor) for factor in factors if factor is not None}
@@ -217,10 +218,10 @@ def _has_parameters(part: Mapping[str, Any]) -> bool:
 
 
 def _parameters(part: Mapping[str, Any]) -> dict[str, Config]:
-    """`rope_parameters` by type of layer; flat ones under "". Layers without RoPE are left out. Raises ValueError."""
+    """`rope_parameters` by layer type; flat ones under "". Layers without RoPE are omitted. Raises ValueError."""
     given: object = part["rope_parameters"]
     if not isinstance(given, dict):
-        raise ValueError(f"rope_parameters of config.json are no object: {given!r}")
+        raise ValueError(f"rope_parameters of config.json are not an object: {given!r}")
     entries = cast("dict[str, Any]", given)
     nested = {name: entry for name, entry in entries.items() if isinstance(entry, dict)}
     flat = {name: entry for name, entry in entries.items() if name not in nested}
@@ -243,7 +244,7 @@ def _type(entry: Mapping[str, Any]) -> str:
 def _number(entry: Mapping[str, Any], name: str) -> float | None:
     value = entry.get(name)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-        raise ValueError(f"{name} in rope_parameters of config.json is no number: {value!r}")
+        raise ValueError(f"{name} in rope_parameters of config.json is not a number: {value!r}")
     return value
 
 

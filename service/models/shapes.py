@@ -109,22 +109,22 @@ KNOWN: dict[str, dict[str, Any]] = {
         intermediate_size=3584,
     ),
 }
-"""By hub name, what matters of the config.json of models that the documents recommend."""
+"""By hub name, the relevant parts of the config.json of models that the documents recommend."""
 
 
 def config_of(name: str, home: Path, revision: str | None = None) -> dict[str, Any] | None:
-    """The config.json of a model: from this disk, or the KNOWN one; None for a model that is neither."""
+    """The config.json of a model: from this disk, or the KNOWN one; otherwise None."""
     if (folder := folder_at_hand(name, home, revision)) is not None:
         return cast("dict[str, Any]", json.loads((folder / "config.json").read_text(encoding="utf-8")))
     return deepcopy(KNOWN.get(name))
 
 
 def model_of(config: Mapping[str, Any], dtype: mx.Dtype) -> nn.Module:
-    """A model of this architecture, whose arrays have shapes and no values: none is computed until it is evaluated. dtype: of
-    weights that are not quantised, and of scales. Raises ModelError where mlx-lm has no such model."""
+    """A model of this architecture whose arrays have shapes but are never computed until evaluated. dtype: of unquantised
+    weights and of scales. Raises ModelError if mlx-lm has no such model."""
     config = deepcopy(dict(config))
     if eagle.is_eagle_config(config):
-        raise ModelError("an EAGLE head has no sizes of its own: its weights have to be on this disk")
+        raise ModelError("the sizes of an EAGLE head are not known without its weights on this disk")
     try:
         model_class, arguments = _get_classes(config)
         model = cast("nn.Module", model_class(arguments.from_dict(config)))
@@ -140,14 +140,14 @@ def model_of(config: Mapping[str, Any], dtype: mx.Dtype) -> nn.Module:
 
 
 def context_of(config: Mapping[str, Any]) -> int | None:
-    """Tokens that the model reads at most; None where its config.json does not say."""
+    """Maximum tokens that the model reads; None if its config.json does not say."""
     parts = (config, cast("Mapping[str, Any]", config.get("text_config") or {}))
     limits = (part.get("max_position_embeddings") for part in parts)
     return next((limit for limit in limits if isinstance(limit, int)), None)
 
 
 def _quantise(model: nn.Module, settings: Mapping[str, Any]) -> None:
-    """As mlx-lm quantises when it loads. Entries by the name of a layer are that layer's own settings, or False."""
+    """Quantises like mlx-lm does when it loads. Entries under a layer's name are that layer's settings, or False."""
 
     def own(name: str, module: nn.Module) -> Any:
         if name in settings:

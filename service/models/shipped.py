@@ -9,8 +9,8 @@ from pathlib import Path
 from service.core import ModelError
 
 CONFIG, LAYERS, GENERAL, OPENINGS = "config.json", "layers.safetensors", "general.npz", "openings.txt"
-"""`layers.safetensors` holds every weight but the embeddings; `general.npz` the replay set, `openings.txt` what user turns of
-the training text began with (neither is part of the model). The vocabulary is optional."""
+"""`layers.safetensors` holds every weight except the embeddings; `general.npz` the replay set; `openings.txt` the openings of
+user turns in the training text (the last two are not part of the model). The vocabulary is optional."""
 
 VOCABULARY = "vocabulary.safetensors"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
@@ -24,14 +24,14 @@ def present(source: Path) -> bool:
 
 
 def digest(source: Path) -> str:
-    """Hex sha256 of the shipped files that make the model."""
+    """Hex sha256 of the shipped files that make up the model."""
     files = [source / name for name in (CONFIG, LAYERS, VOCABULARY)]
     hashes = [hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.is_file()]
     return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
 
 
 def extract(folder: Path, package: Path) -> None:
-    """Write the files of a draft that ship to the existing folder `package`: its config, its vocabulary, and all weights but
+    """Write the shipped files of a draft to the existing folder `package`: its config, its vocabulary, and all weights except
     the shared ones, in bfloat16. Uses MLX."""
     import mlx.core as mx
 
@@ -44,10 +44,10 @@ def extract(folder: Path, package: Path) -> None:
 
 
 def assemble(source: Path, target: Path, folder: Path) -> None:
-    """Write the draft to the existing `folder` as a model that mlx-lm loads: shipped layers, the target's embeddings and
+    """Write the draft to the existing `folder` as a model that mlx-lm loads: shipped layers, and the target's embeddings and
     tokenizer.
 
-    Layers are cast to the embeddings' dtype, so that a step computes in one. Uses MLX. Raises ModelError.
+    Layers are cast to the embeddings' dtype, so that a step computes in one dtype. Uses MLX. Raises ModelError.
     """
     import mlx.core as mx
 

@@ -1,4 +1,4 @@
-"""Calls whose parameters stand between tags, read leniently as to white space and by the schema as to types."""
+"""Tool calls with parameters between tags, parsed leniently regarding white space, and with types taken from the schema."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ ALIASES: Mapping[str, Sequence[str]] = {
     "array": ("list", "arr", "tuple"),
     "object": ("dict", "map"),
 }
-"""Types that are none of JSON schema's, as tools' descriptions have them."""
+"""Types outside JSON schema that occur in tool descriptions."""
 WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
-"""What models write for JSON's words, in small letters."""
+"""Lower-case words that models write for JSON's literals."""
 
 
 @dataclass(frozen=True)
 class TaggedCalls:
-    """A format of calls. head: before the parameters, with the group `name`. parameter: one of them, with the groups `key` and
-    `value`. tail: behind them. value: a parameter's text without what the format writes around it. known: the name alone is no
-    sign of a call, so that it must be a tool's."""
+    """A tool call format. head: the text before the parameters, with the group `name`. parameter: one parameter, with the
+    groups `key` and `value`. tail: the text after them. value: strips what the format writes around a parameter's text. known:
+    the name alone does not identify a call, so it must be a tool's."""
 
     head: re.Pattern[str]
     parameter: re.Pattern[str]
@@ -37,7 +37,7 @@ class TaggedCalls:
     known: bool = False
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The calls in the text between two markers. Raises ValueError where it holds anything else."""
+        """The calls in the text between two markers. Raises ValueError if it contains anything else."""
         calls: list[dict[str, Any]] = []
         at = 0
         while not calls or text[at:].strip():
@@ -75,8 +75,8 @@ def parameters_by_name(tools: Any, name: str) -> object:
 
 
 def read_loosely(text: str, key: str, document: object) -> Any:
-    """The value of a parameter by its schema, though it is not written as JSON would be. Raises ValueError where it is none of
-    those that the schema allows."""
+    """The value of a parameter by its schema, even if it is not written as JSON. Raises ValueError if it is no value that the
+    schema allows."""
     try:
         schema = parameter_schema(parameters_of(document), key) if document else True
     except (ValueError, TypeError, AttributeError):
@@ -90,7 +90,7 @@ def read_loosely(text: str, key: str, document: object) -> Any:
             refusal = error
     if not _can_be_read(schema, document):
         return read_value(text, True, document)
-    raise ValueError("a value of another type") from refusal
+    raise ValueError("a value of the wrong type") from refusal
 
 
 def _with_known_type(schema: object) -> object:
@@ -105,7 +105,7 @@ def _with_known_type(schema: object) -> object:
 
 
 def _can_be_read(schema: object, document: object) -> bool:
-    """Whether a schema is one; references of it may lead nowhere."""
+    """Whether a schema is valid; its references may be unresolvable."""
     try:
         read_value("", {"anyOf": [schema, {"type": "string"}]}, document)
     except (ValueError, TypeError, AttributeError):
@@ -114,7 +114,7 @@ def _can_be_read(schema: object, document: object) -> bool:
 
 
 def _whole(text: str) -> str:
-    """A number without a fraction of zero: JSON schema's integers may have one."""
+    """A number without a zero fraction, which integers of JSON schema may have."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -123,7 +123,7 @@ def _whole(text: str) -> str:
 
 
 def _between_lines(text: str) -> str:
-    """Without the line ends that the format writes around a value."""
+    """Without the line breaks that the format writes around a value."""
     return text.removeprefix("\n").removesuffix("\n")
 
 

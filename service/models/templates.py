@@ -1,4 +1,4 @@
-"""Renders chats by a model's chat template: in a form that it takes, and with what it says of reasoning."""
+"""Renders chats with a model's chat template, in a form that the template accepts, and determines the state of reasoning."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from service.core import BadRequest, ChatEnd, Reasoning
 from service.models.turns import Conversation, Form, Turn, candidates, named_results, normalised
 
 OWN_ARGUMENTS = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"}
-"""Arguments of apply_chat_template itself, which are not a request's to set."""
+"""Arguments of apply_chat_template itself, which a request must not set."""
 REFUSALS = (
     TemplateError,
     TypeError,
@@ -28,16 +28,16 @@ REFUSALS = (
     AssertionError,
     RecursionError,
 )
-"""What a template raises that cannot render a chat, on purpose or not."""
+"""Errors that a template raises, deliberately or not, if it cannot render a chat."""
 MAX_REMEMBERED = 8
-"""Normal forms of each template that are remembered."""
+"""Number of normal forms remembered per template."""
 NEEDLE = "Needlework"
-"""A text that is looked for in what a template renders."""
+"""A text that is searched for in the output of a template."""
 
 
 def load_chat_tokenizer(folder: Path, eos_token_ids: Any = None) -> TokenizerWrapper:
-    """A folder's tokenizer. mlx-lm learns from a single chat template how a model writes calls: of several templates, the one
-    for tools is shown to it. Raises as mlx-lm's load_tokenizer."""
+    """A folder's tokenizer. mlx-lm infers a model's tool call format from a single chat template. If there are several, it is
+    given the one for tools. Raises as mlx-lm's load_tokenizer."""
     tokenizer = load_tokenizer(folder, eos_token_ids=eos_token_ids)
     templates = tokenizer.chat_template
     if not isinstance(templates, dict) or tokenizer.has_tool_calling:
@@ -55,14 +55,14 @@ def _for_tools(named: Mapping[str, str]) -> str:
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer, or its templates. Thread-safe; keeps nothing of the chats that it renders."""
+    """The chat template or templates of a tokenizer. Thread-safe; keeps nothing of the chats that it renders."""
 
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
         self._tokenizer = tokenizer
         self._forms: dict[str | None, list[tuple[Form, ...]]] = {}
-        """By the template's name: normal forms that it took, the latest first."""
+        """By the template's name: normal forms that it accepted, most recent first."""
         self._parts: dict[tuple[str | None, str], bool] = {}
-        """By the template's name and a role: whether it wants contents as lists of parts."""
+        """By the template's name and a role: whether it requires contents as lists of parts."""
 
     def render(
         self,
@@ -71,8 +71,8 @@ class ChatTemplate:
         options: Mapping[str, object],
         end: ChatEnd,
     ) -> tuple[str, Reasoning]:
-        """The prompt of a chat as text, and what it has done about reasoning. A normal form of the chat is rendered only where
-        the template refuses the chat as it is. Raises BadRequest."""
+        """The prompt of a chat as text, and the state of reasoning at its end. A normal form of the chat is tried only if the
+        template refuses the original. Raises BadRequest."""
         for name in sorted(OWN_ARGUMENTS & options.keys()):
             raise BadRequest(f"{name} is not an argument of the chat template", field="chat_template_kwargs")
         chat = named_results(Conversation([dict(message) for message in messages], [dict(tool) for tool in tools]))
@@ -83,7 +83,7 @@ class ChatTemplate:
         return text, self._reasoning(chat, text, render)
 
     def _name(self, tools: bool) -> str | None:
-        """The name of the template for chats with tools, or without, where there are several."""
+        """The name of the template for chats with or without tools, if there are several."""
         templates = self._tokenizer.chat_template
         if not isinstance(templates, dict):
             return None
@@ -92,14 +92,15 @@ class ChatTemplate:
         return next(name for name in (*wanted, *named) if name in named)
 
     def _in_form(self, chat: Conversation, render: _Rendering) -> tuple[Conversation, str]:
-        """The chat as the template takes it, and the prompt. Raises BadRequest with the first reason where it takes no form."""
+        """The chat in a form that the template accepts, and the prompt. Raises BadRequest with the first reason if it accepts
+        none."""
         try:
             return chat, render(chat)
         except REFUSALS as error:
             refusal = error
         remembered = self._forms.setdefault(render.name, [])
         tried = [chat]
-        # Nesting that is too deep is so in every form.
+        # Excessive nesting fails in every form.
         for forms in () if isinstance(refusal, RecursionError) else (*remembered, *candidates()):
             form = normalised(chat, forms)
             if form in tried:
@@ -129,12 +130,12 @@ class ChatTemplate:
         own = self._own(chat, text, render)
         opened, closed = (at if (at := text.rfind(mark)) + len(mark) > own else -1 for mark in (start, end))
         if own == len(text) and render.end is ChatEnd.NEW_TURN:
-            # The template opens the assistant's turn whether it is asked to or not.
+            # The template opens the assistant's turn even without being asked to.
             opened, closed = (int(text.rstrip().endswith(mark)) - 1 for mark in (start, end))
         return Reasoning.OPEN if opened > closed else Reasoning.CLOSED if closed >= 0 else neither
 
     def _own(self, chat: Conversation, text: str, render: _Rendering) -> int:
-        """Where in a prompt the answer's turn begins. What users write stands before it."""
+        """The position in a prompt where the answer's turn begins. Users' texts come before it."""
         before = replace(chat, turns=chat.turns[:-1]) if render.end is ChatEnd.CONTINUED else chat
         try:
             return _common(text, replace(render, end=ChatEnd.CLOSED)(before))
@@ -142,7 +143,7 @@ class ChatTemplate:
             return 0
 
     def apply(self, name: str | None, chat: Conversation, options: Mapping[str, object], end: ChatEnd) -> str:
-        """What the template renders. Raises one of REFUSALS."""
+        """The template's output. Raises one of REFUSALS."""
         turns = [_in_parts(turn) if self._wants_parts(name, turn["role"]) else turn for turn in chat.turns]
         return self._applied(name, turns, chat.tools, options, end)
 
@@ -164,12 +165,13 @@ class ChatTemplate:
         inner = vars(self._tokenizer)
         apply = self._tokenizer.apply_chat_template
         if inner["_chat_template"] is None and self._tokenizer.has_thinking and "enable_thinking" not in options:
-            # mlx-lm would turn reasoning on; without the argument the template does what its makers meant.
+            # mlx-lm would turn reasoning on. Without the argument, the template uses its intended default.
             apply = cast("PreTrainedTokenizerBase", inner["_tokenizer"]).apply_chat_template
         return cast("str", apply(list(turns), tokenize=False, add_generation_prompt=end is ChatEnd.NEW_TURN, **extra))
 
     def _wants_parts(self, name: str | None, role: str) -> bool:
-        """Whether contents of a role are rendered as parts alone: a template that reads parts passes over a text, or fails."""
+        """Whether contents of a role are rendered only as parts: a template that expects parts ignores a plain text, or
+        fails."""
         if (known := self._parts.get((name, role))) is not None:
             return known
 
@@ -188,7 +190,7 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class _Rendering:
-    """Chats by one template, with the same options."""
+    """Renders chats with one template and the same options."""
 
     template: ChatTemplate
     name: str | None
@@ -201,7 +203,7 @@ class _Rendering:
 
 
 def _least(chat: Conversation, forms: tuple[Form, ...], render: _Rendering) -> tuple[Form, ...]:
-    """Those of the forms without which the template refuses the chat."""
+    """The minimal forms without which the template refuses the chat."""
     for form in forms:
         fewer = tuple(other for other in forms if other is not form)
         if normalised(chat, fewer) != normalised(chat, forms):
@@ -215,7 +217,7 @@ def _least(chat: Conversation, forms: tuple[Form, ...], render: _Rendering) -> t
 
 def _reason(refusal: Exception, end: ChatEnd) -> str:
     if end is ChatEnd.CONTINUED and isinstance(refusal, ValueError):
-        # Transformers' own message quotes the whole chat.
+        # Transformers' message quotes the whole chat.
         return "the last message cannot be continued: the model's chat template does not render it as it is"
     return f"the model's chat template refuses these messages: {refusal}"
 
@@ -249,7 +251,7 @@ def _example(role: str, content: object, user: object) -> tuple[list[Turn], list
 
 
 def _common(one: str, other: str) -> int:
-    """How many characters two texts begin with alike."""
+    """Length of the common prefix of two texts."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""Encodes chats and texts to token ids, and says what bytes a token stands for."""
+"""Encodes chats and texts to token ids, and maps tokens to bytes."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from service.models.tokens import part_steps, token_table
 LOSSLESS_STEPS = {"ByteLevel", "Digits", "Metaspace", "NFC", "Prepend", "Replace", "Split"}
 """Normalizers and pre-tokenizers (types of the tokenizers library) that drop no text. NFC may shorten it."""
 NFC_SHRINKS = 3
-"""NFC shortens UTF-8 at most by this factor (three Hangul letters of 3 bytes become one syllable of 3)."""
+"""Maximum factor by which NFC shortens UTF-8 (three Hangul letters of 3 bytes become one syllable of 3)."""
 
 
 def bytes_per_token(tokenizer: TokenizerWrapper) -> int | None:
-    """The largest number of UTF-8 bytes that one token stands for: a text of more than n times as many has more than n tokens.
+    """Maximum UTF-8 bytes of a token. A text with more than n times as many bytes has more than n tokens.
 
-    None where there is no such bound, because the tokenizer drops text or has one token for every unknown word.
+    None if there is no such bound, because the tokenizer drops text or has one token for every unknown word.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -47,7 +47,7 @@ def bytes_per_token(tokenizer: TokenizerWrapper) -> int | None:
     if "ByteLevel" in kinds:
         longest = max(map(len, pieces))
     elif model.byte_fallback:
-        # As written: a text may hold U+2581 itself, which takes more bytes than the space that it stands for.
+        # As written: a text may contain U+2581 itself, which takes more bytes than the space that it stands for.
         longest = max(len(piece.encode("utf-8", "replace")) for piece in tokenizer.get_vocab())
     else:
         return None
@@ -63,8 +63,8 @@ def _drops(step: dict[str, Any]) -> bool:
 class TextEncoder:
     """core.Encoder over an mlx-lm tokenizer. Makes no MLX calls. Thread-safe: the tokenizer encodes under a lock.
 
-    vocabulary: width of the target's logits; None: the tokenizer's largest id plus one. eos: tokens that end an answer;
-    None: the tokenizer's own.
+    vocabulary: width of the target's logits; None: the tokenizer's largest id plus one. eos: tokens that end an answer; None:
+    the tokenizer's.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class TextEncoder:
         self._transitions_without_tools = transitions_of(tokenizer, tools=False)
 
     def forget(self) -> None:
-        """Drop what is stored of requests: compiled grammars, and words that the tokenizer remembers with their tokens."""
+        """Drop what is stored of requests: compiled grammars, and the tokenizer's cache of words and their tokens."""
         self._grammars.forget()
         with self._lock:
             model = getattr(getattr(self._tokenizer, "backend_tokenizer", None), "model", None)
-            # Tokenizers of the BPE and Unigram kinds have such a cache, of 10,000 words.
+            # BPE and Unigram tokenizers have such a cache, of 10,000 words.
             if (clear := getattr(model, "_clear_cache", None)) is not None:
                 clear()
 
@@ -96,8 +96,8 @@ class TextEncoder:
         options: Mapping[str, object] | None = None,
         end: ChatEnd = ChatEnd.NEW_TURN,
     ) -> EncodedChat:
-        """See core.Encoder. Raises BadRequest when the model has no chat template, when there are tools but the model's answers
-        hold no calls that mlx-lm can parse, and when the template refuses."""
+        """See core.Encoder. Raises BadRequest if the model has no chat template, if there are tools but mlx-lm cannot parse the
+        model's calls, and if the template refuses."""
         if not self._tokenizer.has_chat_template:
             raise BadRequest("this model has no chat template: send a prompt instead of messages", field="messages")
         if tools and not self._tokenizer.has_tool_calling:
@@ -108,8 +108,8 @@ class TextEncoder:
         return EncodedChat(tuple(tokens), reasoning)
 
     def encode_text(self, text: str) -> tuple[int, ...]:
-        """Token ids of a completion prompt, with the tokenizer's leading special tokens; once, where the text begins with them,
-        as one that a chat template made does."""
+        """Token ids of a completion prompt, with the tokenizer's leading special tokens. They are not repeated if the text
+        already begins with them, as the output of a chat template does."""
         with self._lock:
             tokens = tuple(cast("list[int]", self._tokenizer.encode(text)))
         front = self._front
@@ -127,7 +127,7 @@ class TextEncoder:
         return whole[: next(starts, 0)]
 
     def encode_word(self, text: str) -> tuple[tuple[int, ...], ...]:
-        """See core.Encoder. As vLLM's bad words: spaces at its beginning are dropped first."""
+        """See core.Encoder. As with vLLM's bad words, leading spaces are dropped first."""
         word = text.lstrip()
         with self._lock:
             found = [
@@ -137,14 +137,14 @@ class TextEncoder:
         return tuple(dict.fromkeys(tokens for tokens in found if tokens))
 
     def encode_answer(self, text: str) -> tuple[int, ...]:
-        """See core.Encoder. Ids that the model does not have are left out."""
+        """See core.Encoder. Ids that the model lacks are omitted."""
         with self._lock:
             tokens = cast("list[int]", self._tokenizer.encode(text, add_special_tokens=False))
         return tuple(token for token in tokens if token < self.vocabulary)
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that a token stands for: not always whole characters, and none for an id without a token."""
-        # Without the lock, which a long prompt holds: the API's event loop calls this.
+        """The bytes of a token: not always whole characters, and none for an id without a token."""
+        # Without the lock, which a long prompt holds, because the API's event loop calls this.
         return self._table[token]
 
     def answer_reader(self, tools: Sequence[Mapping[str, object]], reasoning: Reasoning) -> AnswerReader:
@@ -200,7 +200,7 @@ class TextEncoder:
         return self._tokenizer.has_tool_calling and self._tokenizer.tool_parser in FORMATS
 
     def _call_format(self) -> tuple[CallFormat, Markers]:
-        """How the model writes calls. Raises BadRequest where that has no grammar."""
+        """The model's tool call format. Raises BadRequest if it has no grammar."""
         tokenizer = self._tokenizer
         if not tokenizer.has_tool_calling:
             raise BadRequest("this model was not trained to call tools: its chat template has none", field="tools")

@@ -1,4 +1,4 @@
-"""What token ids stand for: the bytes of every id of a vocabulary, and text from tokens as they come."""
+"""The bytes of every id of a vocabulary, and streaming text from tokens."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 BYTE_FALLBACK = re.compile("<0x[0-9A-Fa-f]{2}>")
 """How SentencePiece vocabularies write a single byte."""
 NAMED = re.compile(r"<[^<>\s]+>")
-"""Names of added tokens that grammars treat as special whatever their flag says, which is llguidance's own rule: Qwen's
+"""Names of added tokens that grammars treat as special regardless of their flag, which is llguidance's rule: Qwen's
 `<tool_call>` and `<think>` lack the flag. Runs of spaces, which other vocabularies add, are text."""
 
 
 class TokenTable:
     """The tokens of a tokenizer by id.
 
-    Ids may have gaps, and a model's logits may be wider than the vocabulary: an id without a token stands for no bytes.
+    Ids may have gaps, and a model's logits may be wider than the vocabulary. An id without a token has no bytes.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
         vocabulary = cast("Mapping[str, int]", tokenizer.get_vocab())
         added = cast("Mapping[str, int]", tokenizer.get_added_vocab())
         self.bytes: list[bytes] = [b""] * (max(vocabulary.values(), default=-1) + 1)
-        """By id, as many as the largest id plus one."""
+        """By id; the largest id plus one entries."""
         spelling = spelling_of(tokenizer, vocabulary.keys() - added.keys())
         self.joins = spelling is not None
-        """Whether the bytes of an answer's tokens, one after the other, are its text."""
+        """Whether the concatenated bytes of an answer's tokens are its text."""
         convert = _byte_level_bytes if spelling is Spelling.BYTE_LEVEL else _sentence_piece_bytes
         for id, text in zip(vocabulary.values(), convert(vocabulary) if vocabulary else (), strict=True):
             self.bytes[id] = text
@@ -50,10 +50,10 @@ class TokenTable:
             for id, token in decoder.items()
             if token.special or token.content in markers or NAMED.fullmatch(token.content)
         }
-        """The tokens that are no text in a grammar, by their names. A grammar allows them only where it names them."""
+        """The tokens that are not text in a grammar, by name. A grammar allows them only where it names them."""
         flagged = {id for id, token in decoder.items() if token.special}
         self.flagged = frozenset(flagged | set(cast("Sequence[int]", tokenizer.all_special_ids)))
-        """Ids of the tokens that the tokenizer itself calls special."""
+        """Ids of the tokens that the tokenizer itself declares special."""
 
     def __len__(self) -> int:
         return len(self.bytes)
@@ -74,7 +74,7 @@ def token_table(tokenizer: TokenizerWrapper) -> TokenTable:
 
 
 def steps(step: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """The parts of a normalizer, a pre-tokenizer or a decoder of tokenizer.json, without the sequences around them."""
+    """The parts of a normalizer, a pre-tokenizer or a decoder of tokenizer.json, with sequences flattened."""
     if step is None:
         return
     if step["type"] != "Sequence":
@@ -84,12 +84,12 @@ def steps(step: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 def part_steps(part: Normalizer | PreTokenizer | Decoder | None) -> Iterator[dict[str, Any]]:
-    """The same of such a part of a tokenizer, without the vocabulary, which takes long to write as JSON."""
+    """The same for such a part of a tokenizer object, without the vocabulary, which is slow to write as JSON."""
     return steps(json.loads(part.__getstate__()) if part is not None else None)
 
 
 class Spelling(Enum):
-    """How a vocabulary writes the bytes of its pieces. BYTE_LEVEL: each as one letter, as GPT-2's does. SENTENCE_PIECE: as
+    """How a vocabulary writes the bytes of its pieces. BYTE_LEVEL: each byte as one letter, as in GPT-2. SENTENCE_PIECE: as
     text, with U+2581 for a space and `<0x0A>` for a single byte."""
 
     BYTE_LEVEL = "byte-level"
@@ -97,10 +97,10 @@ class Spelling(Enum):
 
 
 def spelling_of(tokenizer: TokenizerWrapper, pieces: Collection[str]) -> Spelling | None:
-    """How the pieces of a vocabulary are written; None: in a way of which only the tokenizer's decoder makes text.
+    """The spelling of a vocabulary's pieces; None if only the tokenizer's decoder can turn them into text.
 
-    The pieces themselves say it, by what they write for a space: some tokenizer.json name a decoder or a pre-tokenizer of the
-    other kind. Where they are undecided, these parts do.
+    The pieces themselves determine it, by how they write a space, because some tokenizer.json files name a decoder or a
+    pre-tokenizer of the other spelling. If the pieces are undecided, these parts decide.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -118,8 +118,8 @@ def spelling_of(tokenizer: TokenizerWrapper, pieces: Collection[str]) -> Spellin
 
 
 def _is_known(step: Mapping[str, Any]) -> bool:
-    """Whether a step of a decoder is one of those that the spellings stand for. They drop spaces at the beginning of a text,
-    which an answer is not."""
+    """Whether a decoder step belongs to one of the spellings. Such steps drop spaces at the beginning of a text, which an
+    answer is not."""
     if step["type"] == "Replace":
         return (step["pattern"], step["content"]) == ({"String": _LOW_LINE}, " ")
     return step["type"] in {"ByteLevel", "ByteFallback", "Fuse", "Strip", "Metaspace"}
@@ -128,11 +128,11 @@ def _is_known(step: Mapping[str, Any]) -> bool:
 _SPACE_LETTER, _LOW_LINE = "\u0120", "\u2581"
 
 
-# All pieces are converted as one text: 150,000 texts of their own would take several times as long.
+# All pieces are converted as one text, because converting 150,000 texts separately takes several times as long.
 
 
 def _byte_level_bytes(pieces: Collection[str]) -> list[bytes]:
-    """What each piece stands for where letters stand for bytes. A piece with other letters stands for its UTF-8."""
+    """The bytes of each piece in byte-level spelling. A piece with other letters stands for its UTF-8."""
     joined, separator = _joined(pieces)
     letters = _Letters(
         {ord(letter): chr(byte) for byte, letter in bytes_to_unicode().items()} | {ord(separator): separator}
@@ -149,11 +149,11 @@ class _Letters(dict[int, str]):
 
 
 _OTHER = "\u0100"
-"""A letter that no byte is."""
+"""A letter that represents no byte."""
 
 
 def _sentence_piece_bytes(pieces: Collection[str]) -> list[bytes]:
-    """What each piece stands for where U+2581 stands for a space and `<0x0A>` for a byte."""
+    """The bytes of each piece if U+2581 stands for a space and `<0x0A>` for a byte."""
     joined, separator = _joined(pieces)
     texts = joined.replace(_LOW_LINE, " ").encode().split(separator.encode())
     return [
@@ -163,7 +163,7 @@ def _sentence_piece_bytes(pieces: Collection[str]) -> list[bytes]:
 
 
 def _joined(pieces: Collection[str]) -> tuple[str, str]:
-    """All pieces as one text, and the character between them, which is in none."""
+    """All pieces as one text, and a separator that occurs in none of them."""
     for separator in map(chr, range(sys.maxunicode, 0, -1)):
         joined = separator.join(pieces)
         if joined.count(separator) == len(pieces) - 1:
@@ -177,18 +177,18 @@ class TableDetokenizer:
     def __init__(self, table: TokenTable) -> None:
         self._table = table
         self._pending = b""
-        """Bytes that do not end in a whole character yet."""
+        """Bytes that do not form a whole character yet."""
         self.text = ""
 
     def add_token(self, token: int) -> None:
-        """Append a token. One without bytes adds nothing."""
+        """Append a token. A token without bytes adds nothing."""
         self._pending += self._table[token]
         text = self._pending.decode("utf-8", "replace")
         if not text.endswith("\ufffd"):
             self._append(text)
 
     def finalize(self) -> None:
-        """Add incomplete characters to `text`, as U+FFFD. No token follows."""
+        """Add incomplete characters to `text`, as U+FFFD. No token may follow."""
         self._append(self._pending.decode("utf-8", "replace"))
 
     def _append(self, text: str) -> None:
@@ -197,11 +197,11 @@ class TableDetokenizer:
 
 
 def streaming_detokenizer(tokenizer: TokenizerWrapper) -> StreamingDetokenizer | TableDetokenizer:
-    """A new detokenizer for one answer, which goes on behind its prompt: a space at its beginning is part of it.
+    """A new detokenizer for one answer, which continues its prompt: a leading space is part of the answer.
 
-    mlx-lm's own drop that space, and print "!" for an id beyond the vocabulary, or raise; where it knows no decoder it decodes
-    each line by itself, which drops a space at each line's beginning. They serve vocabularies of other kinds than
-    `Spelling` has.
+    mlx-lm's detokenizers drop that space, and print "!" for an id beyond the vocabulary, or raise. If mlx-lm knows no decoder
+    it decodes each line separately, which drops a space at the beginning of each line. They are used for vocabularies whose
+    spelling is not in `Spelling`.
     """
     table = token_table(tokenizer)
     return TableDetokenizer(table) if table.joins else tokenizer.detokenizer

@@ -1,7 +1,7 @@
-"""What training a draft takes: memory, and by what batch, text length and recomputation it fits into the memory that is free;
-arithmetic, and so time.
+"""Estimates what training a draft takes: its memory, the batch, text length and recomputation that fit into free memory, its
+arithmetic, and its time.
 
-Everything here follows from config.json and the size of the weights. The factors were fitted to measured peaks
+Everything is computed from config.json and the size of the weights. The factors were fitted to measured peaks
 (docs/results/memory.md).
 """
 
@@ -14,45 +14,44 @@ from typing import cast
 PROCESS = 512 * 2**20
 """Bytes of the interpreter, its libraries and MLX's buffers."""
 CHUNKS = (512, 256, 128, 64, 32)
-"""How many positions' logits may exist at once, best first."""
+"""Numbers of positions whose logits may exist at once, best first."""
 SHORTEST = 256
-"""Tokens of a text below which a run does not shorten texts to fit."""
+"""A run does not shorten texts below this many tokens to fit."""
 LOGITS_COPIES = 4
-"""Float32 arrays as wide as the logits that the loss holds for each position of a chunk, gradients among them; one more, in
-the model's precision, where that is not float32."""
+"""Logits-wide float32 arrays that the loss holds per position of a chunk, including gradients. One more, in the model's
+precision, if that is not float32."""
 EFFICIENCY = 0.5
-"""Share of a device's speed in large matrix products that a training step reaches. An assumption, for machines on which no run
-has been measured."""
+"""Share of a device's speed in large matrix products that a training step reaches. Assumed for machines on which no run has
+been measured."""
 UNROLLED_SECONDS = 1.2e-3
 """Seconds that a recurrent block takes for one position of all rows, forward and backward: training computes its state one
-position after another, in some sixty small operations. On an H200 that other measurements shared it was so much, with
-checkpointing, and 1.1e-3 without (docs/results/memory.md)."""
+position after another, in about sixty small operations. Measured on an H200 shared with other measurements, with checkpointing;
+1.1e-3 without (docs/results/memory.md)."""
 _FLOAT = 4
 _ADAPTER_COPIES = 7
-"""The adapter's weights, those of the best validation so far, AdamW's two moments, the gradients of a micro-batch, their sum,
-and updated weights."""
+"""Copies of the adapter: its weights, those of the best validation so far, AdamW's two moments, the gradients of a micro-batch,
+their sum, and the updated weights."""
 _BACKWARD = 1.25
-"""What the backward pass of one block needs at a time, as a multiple of the activations that a block stores."""
+"""Memory that the backward pass of one block needs at a time, as a multiple of the activations that a block stores."""
 _RECOMPUTED = 1.9
-"""Blocks whose activations exist at a time where they are recomputed, besides what the backward pass of one needs."""
+"""With recomputation: blocks whose activations exist at a time, in addition to what the backward pass of one needs."""
 _BLOCK_INPUTS = 1.5
-"""Arrays as wide as the hidden states that are stored for each block whose activations are recomputed."""
+"""With recomputation: arrays as wide as the hidden states that are stored per block."""
 _STATES, _RECOMPUTED_STATES = 3.3, 1.8
-"""Copies of a recurrent state that a block stores for each token; blocks whose copies exist at a time where they are
-recomputed."""
+"""Copies of a recurrent state that a block stores per token; with recomputation, blocks whose copies exist at a time."""
 _EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingShape:
-    """A draft as far as its training costs memory and time.
+    """The properties of a draft that determine the memory and time of its training.
 
-    process: bytes of the process without models. weights: bytes of all weights, the target's included where it is loaded too.
-    Both are 0 where they are in memory already. hidden, inner, queries, keys: widths
-    of hidden states, of the feed-forward layer (of the experts that a token goes through together), of queries, of keys. heads:
-    of the attention. vocabulary: width of the logits. value: bytes of an activation. rank: of the adapter; 0: there is none.
-    steps: draft steps that the blocks compute for each token. recurrent: blocks with a recurrent state of `state` values each.
-    copies: of the logits. chunked: whether the loss computes the logits of a chunk of positions at a time.
+    process: bytes of the process without models. weights: bytes of all weights, including the target's if it is loaded too.
+    Both are 0 if already in memory. hidden, inner, queries, keys: widths of the hidden states, of the feed-forward layer
+    (summed over the experts that a token uses), of queries, of keys. heads: of the attention. vocabulary: width of the logits.
+    value: bytes of an activation. rank: of the adapter; 0: none. steps: draft steps that the blocks compute per token.
+    recurrent: blocks with a recurrent state of `state` values each. copies: of the logits. chunked: whether the loss computes
+    the logits of one chunk of positions at a time.
     """
 
     weights: int
@@ -74,7 +73,7 @@ class TrainingShape:
 
     @classmethod
     def of(cls, config: Mapping[str, object], *, weights: int, value: int, rank: int, steps: int = 1) -> TrainingShape:
-        """From a draft's config.json; sizes that it does not name are guessed."""
+        """From a draft's config.json. Sizes that it does not contain are guessed."""
         text = {**config, **cast("Mapping[str, object]", config.get("text_config") or {})}
 
         def size(name: str, default: int) -> int:
@@ -116,7 +115,7 @@ class TrainingShape:
         scores = (1.125 * self.heads + 2.25) * length
         token = self.value * (values + scores)
         if self.value < _FLOAT and self.rank:
-            # The adapter's matrices are float32: so is a copy of the input of most matrices that they are beside.
+            # The adapter's matrices are float32, and so is a copy of the input of most adapted matrices.
             token += _FLOAT * (5 * self.hidden + self.queries + 0.5 * self.inner)
         token += _FLOAT * 7 * self.rank
         return int(tokens * token)
@@ -124,10 +123,9 @@ class TrainingShape:
 
 @dataclass(frozen=True, slots=True)
 class TrainingBytes:
-    """Peak memory of a training step by what takes it, in bytes. process: the interpreter and its libraries. adapter: its
-    weights, gradients and optimiser state. stored: activations that wait for the backward pass. working: what is computed
-    while all of them wait: the logits of a chunk, or the backward pass of the last block, of which one is over before the other
-    begins."""
+    """Peak memory of a training step by purpose, in bytes. process: the interpreter and its libraries. adapter: its weights,
+    gradients and optimizer state. stored: activations that wait for the backward pass. working: what is computed while all of
+    them wait: the logits of a chunk or the backward pass of the last block, which do not overlap."""
 
     process: int
     weights: int
@@ -142,8 +140,8 @@ class TrainingBytes:
 
 
 def training_bytes(shape: TrainingShape, *, rows: int, length: int, recompute: bool, chunk: int) -> TrainingBytes:
-    """What a step takes at its peak. rows: texts of a micro-batch. length: tokens of the longest, padding included. recompute:
-    whether blocks compute their activations anew for the backward pass (gradient checkpointing). chunk: positions whose logits
+    """The peak memory of a step. rows: texts of a micro-batch. length: tokens of the longest, including padding. recompute:
+    whether blocks recompute their activations for the backward pass (gradient checkpointing). chunk: positions whose logits
     exist at once."""
     tokens = rows * length * shape.steps
     block = shape.block_bytes(tokens, length)
@@ -156,7 +154,7 @@ def training_bytes(shape: TrainingShape, *, rows: int, length: int, recompute: b
         backward = _BACKWARD * block
     positions = min(chunk, rows * length) if shape.chunked else rows * length
     copies = shape.copies * _FLOAT + (shape.value if shape.value < _FLOAT else 0)
-    # With the hidden states at all positions, their gradient, and the same in float32.
+    # Includes the hidden states at all positions, their gradient, and the same in float32.
     logits = positions * copies * shape.vocabulary + 2 * (_FLOAT + shape.value) * shape.hidden * rows * length
     each = shape.rank * (7 * shape.hidden + 2 * shape.queries + 2 * shape.keys + 3 * shape.inner)
     return TrainingBytes(
@@ -170,8 +168,8 @@ def training_bytes(shape: TrainingShape, *, rows: int, length: int, recompute: b
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """How a run computes its steps. rows: texts of a micro-batch; micro_batches: of a step, whose gradients are summed. length:
-    tokens of a text at most. recompute, chunk: see `training_bytes`. peak_bytes: what that takes."""
+    """How a run computes its steps. rows: texts of a micro-batch; micro_batches: per step, with summed gradients. length:
+    maximum tokens of a text. recompute, chunk: see `training_bytes`. peak_bytes: the peak of this plan."""
 
     rows: int
     micro_batches: int
@@ -188,14 +186,14 @@ class TrainingPlan:
 def plan_training(
     shape: TrainingShape, free: int, *, batch: int, length: int, shortest: int = SHORTEST
 ) -> TrainingPlan | None:
-    """The first plan that fits into `free` bytes: texts of `length` tokens before shorter ones; stored activations before
-    recomputed ones; large micro-batches before small ones, which make the same step of `batch` texts; then the logits of many
-    positions at once before those of few. Texts are not made shorter than `shortest` tokens. None: nothing fits."""
+    """The first plan that fits into `free` bytes. Preferences, in this order: texts of `length` tokens over shorter ones,
+    stored activations over recomputed ones, large micro-batches over small ones (which make the same step of `batch` texts),
+    and large chunks of logits over small ones. Texts are not shortened below `shortest` tokens. None: nothing fits."""
     return next((plan for plan in _plans(shape, batch, length, shortest) if plan.peak_bytes <= free), None)
 
 
 def smallest_plan(shape: TrainingShape, *, batch: int, length: int, shortest: int = SHORTEST) -> TrainingPlan:
-    """The plan that takes least of those that `plan_training` chooses from."""
+    """The plan with the smallest peak of those that `plan_training` chooses from."""
     return min(_plans(shape, batch, length, shortest), key=lambda plan: plan.peak_bytes)
 
 
@@ -217,9 +215,9 @@ def _plans(shape: TrainingShape, batch: int, length: int, shortest: int) -> Iter
 def training_seconds(
     shape: TrainingShape, tokens: int, *, rows: int, length: int, recompute: bool, tflops: float, share: float = 1.0
 ) -> float:
-    """How long it takes to train on so many tokens. rows, length: of a micro-batch. tflops: of the device, in large matrix
-    products at the draft's precision, of which a step reaches EFFICIENCY. share: of the time in which a run works."""
-    # Frozen weights have no gradient: the backward pass costs as much as the forward pass.
+    """Seconds to train on `tokens` tokens. rows, length: of a micro-batch. tflops: of the device, in large matrix products at
+    the draft's precision, of which a step reaches EFFICIENCY. share: of the time in which a run works."""
+    # Frozen weights have no gradient, so the backward pass costs as much as the forward pass.
     passes = 3 if recompute else 2
     block = 2 * shape.block_parameters + 4 * length * shape.queries
     head = 2 * 2 * shape.hidden * shape.vocabulary

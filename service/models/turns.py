@@ -1,4 +1,4 @@
-"""Normal forms of a chat: the same messages as a chat template takes them that refuses them as they came."""
+"""Normal forms of a chat: the same messages in forms that a chat template accepts if it refuses the original."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any, cast
 from service.models.grammar_schemas import without_nulls
 
 Turn = dict[str, Any]
-"""`role`, `content` as text, and what else chat templates read."""
+"""`role`, `content` as text, and other fields that chat templates read."""
 
 SEPARATOR = "\n\n"
-"""Between the texts of turns that become one."""
+"""Separates the texts of merged turns."""
 ID = re.compile("[A-Za-z0-9]{9}")
-"""What the Mistral family's templates take for the id of a call."""
+"""The call id format that the Mistral family's templates accept."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, and tools in the shape of OpenAI's chat route. Forms change neither in place."""
+    """Messages, and tools in the shape of OpenAI's chat route. Forms do not change them in place."""
 
     turns: Sequence[Turn]
     tools: Sequence[Mapping[str, Any]] = ()
@@ -36,7 +36,7 @@ Form = Callable[[Conversation], Conversation]
 
 
 def named_results(chat: Conversation) -> Conversation:
-    """Tools' turns with the name of the tool, by the id of its call. Most routes have no field for it."""
+    """Adds the tool's name to tool turns, found by the id of its call. Most routes have no field for it."""
     if not chat.without_names():
         return chat
     names: dict[object, object] = {}
@@ -51,7 +51,7 @@ def named_results(chat: Conversation) -> Conversation:
 
 
 def described_tools(chat: Conversation) -> Conversation:
-    """Functions with a description and parameters, which may be empty, and have no keyword that is null."""
+    """Functions with a description and parameters, possibly empty, and without null keywords."""
     tools = [{**tool, "function": _described(tool["function"])} for tool in chat.tools]
     return replace(chat, tools=tools)
 
@@ -63,7 +63,8 @@ def _described(function: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def object_arguments(chat: Conversation) -> Conversation:
-    """Past calls with objects as arguments, as most templates want them. What is no object is its only member."""
+    """Past calls with arguments as objects, as most templates require. A value that is not an object becomes its only
+    member."""
 
     def arguments(given: object) -> object:
         if isinstance(given, dict):
@@ -78,7 +79,7 @@ def object_arguments(chat: Conversation) -> Conversation:
 
 
 def text_arguments(chat: Conversation) -> Conversation:
-    """Past calls with arguments as text, as DeepSeek's templates want them."""
+    """Past calls with arguments as text, as DeepSeek's templates require."""
     return _with_arguments(
         chat, lambda given: given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
     )
@@ -97,7 +98,7 @@ def _with_calls(turn: Turn, convert: Callable[[Mapping[str, Any]], dict[str, Any
 
 
 def short_ids(chat: Conversation) -> Conversation:
-    """Ids of calls with nine letters and digits. An id always becomes the same, so that prompts keep their prefixes."""
+    """Call ids of nine letters and digits. An id is always mapped to the same one, so that prompts keep their prefixes."""
     given = [call["id"] for turn in chat.turns for call in turn.get("tool_calls") or ()]
     given += [turn["tool_call_id"] for turn in chat.turns if "tool_call_id" in turn]
     short = {id: id for id in given if ID.fullmatch(id)}
@@ -120,14 +121,14 @@ def _digests(id: str) -> Iterator[str]:
 
 
 def system_first(chat: Conversation) -> Conversation:
-    """All that the system says in one turn, before all others."""
+    """All system messages merged into one turn, before all others."""
     said = [turn for turn in chat.turns if turn["role"] == "system"]
     others = [turn for turn in chat.turns if turn["role"] != "system"]
     return replace(chat, turns=[_joined(said), *others] if said else others)
 
 
 def system_in_user(chat: Conversation) -> Conversation:
-    """What the system says before what the user says first, for templates that know no system."""
+    """System messages prepended to the first user message, for templates without a system role."""
     first = system_first(chat)
     if not first.turns or first.turns[0]["role"] != "system":
         return first
@@ -140,14 +141,14 @@ def system_in_user(chat: Conversation) -> Conversation:
 
 
 def user_last(chat: Conversation) -> Conversation:
-    """A chat in which the user says something: the system's last words are the user's where nobody else's are."""
+    """A chat with a user message: if there is none, the last system message becomes one."""
     if any(turn["role"] == "user" for turn in chat.turns) or not chat.turns or chat.turns[-1]["role"] != "system":
         return chat
     return replace(chat, turns=[*chat.turns[:-1], {**chat.turns[-1], "role": "user"}])
 
 
 def results_with_text(chat: Conversation) -> Conversation:
-    """What the user says behind a tool's result as the end of that result."""
+    """User text after a tool result appended to that result."""
     turns: list[Turn] = []
     for turn in chat.turns:
         if turn["role"] == "user" and turns and turns[-1]["role"] == "tool":
@@ -158,7 +159,7 @@ def results_with_text(chat: Conversation) -> Conversation:
 
 
 def joined_turns(chat: Conversation) -> Conversation:
-    """Neighbouring turns of one role as one. Each result of a tool is a turn of its own."""
+    """Consecutive turns of one role merged. Each tool result remains a separate turn."""
     turns: list[Turn] = []
     for turn in chat.turns:
         if turns and turn["role"] == turns[-1]["role"] != "tool":
@@ -169,7 +170,7 @@ def joined_turns(chat: Conversation) -> Conversation:
 
 
 def _joined(turns: Sequence[Turn]) -> Turn:
-    """Turns of one role as one turn."""
+    """Turns of one role merged into one turn."""
     whole = {**turns[0], "content": _text(turns)}
     for turn in turns[1:]:
         for name, value in turn.items():
@@ -187,14 +188,14 @@ def _text(turns: Sequence[Turn]) -> str:
 
 
 def candidates() -> Iterator[tuple[Form, ...]]:
-    """Forms that are tried together, one after the other on the same chat."""
+    """Combinations of forms that are applied together, in order, to the same chat."""
     for arguments in (object_arguments, text_arguments):
         for system in (system_first, system_in_user):
             yield (described_tools, arguments, short_ids, user_last, system, results_with_text, joined_turns)
 
 
 def normalised(chat: Conversation, forms: Sequence[Form]) -> Conversation:
-    """The chat in all of these forms."""
+    """The chat with all of these forms applied."""
     for form in forms:
         chat = form(chat)
     return chat

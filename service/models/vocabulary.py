@@ -1,7 +1,7 @@
 """Reduced draft vocabularies: a ranked list of token ids, stored with the draft's weights (FR-Spec, arXiv 2502.14856).
 
-The draft's head is cut to these ids and, for each row, its extra ids. No other token is proposed: that lowers acceptance and
-leaves the output unchanged.
+The draft's head is cut to these ids and, for each row, its extra ids. No other token is proposed, which lowers acceptance but
+does not change the output.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from service.core import ModelError
 from service.models import shipped
 
 FILE = shipped.VOCABULARY
-"""Part of a model's fingerprint, and of an adapter folder's hash, like any safetensors file there."""
+"""Part of a model's fingerprint and of an adapter folder's hash, like any safetensors file there."""
 MAX_EXTRA_IDS = 512
-"""Extra ids of a row, at most."""
+"""Maximum extra ids of a row."""
 _FEWEST_EXTRA_IDS = 64
-"""The number of extra ids is rounded up to this or a doubling of it, so that few shapes occur."""
+"""The number of extra ids is rounded up to this or a doubling of it, so that shapes repeat."""
 
 
 def read(folder: Path) -> list[int] | None:
-    """Token ids, best rank first; None where the folder has no list. Raises ModelError when the file is damaged."""
+    """Token ids, best rank first; None if the folder has no list. Raises ModelError if the file is damaged."""
     path = folder / FILE
     if not path.is_file():
         return None
@@ -56,7 +56,7 @@ def ranked(texts: Iterable[Sequence[int]], always: Iterable[int], width: int) ->
 
 
 def adapted(base: Sequence[int], texts: Iterable[Sequence[int]], always: Iterable[int]) -> list[int]:
-    """As many ids as `base` has: `always`, then the ids of the texts by frequency, then those of `base` in their order."""
+    """As many ids as `base` has: `always`, then the ids of the texts by frequency, then those of `base` in order."""
     counts: dict[int, int] = {}
     for text in texts:
         for token in text:
@@ -68,7 +68,7 @@ def adapted(base: Sequence[int], texts: Iterable[Sequence[int]], always: Iterabl
 class ExtraIds:
     """Extra ids of a growing text: its latest distinct tokens outside the reduced vocabulary, at most MAX_EXTRA_IDS.
 
-    tokens: the prompt and output of a row; what is appended to it is taken up by `update`. in_vocabulary: (width,).
+    tokens: the prompt and output of a row; `update` reads what was appended to it. in_vocabulary: (width,).
     """
 
     def __init__(self, tokens: Sequence[int], in_vocabulary: NDArray[np.bool_]) -> None:
@@ -81,7 +81,7 @@ class ExtraIds:
     def update(self) -> list[int]:
         """The extra ids, latest first."""
         for token in self.tokens[self._count :]:
-            # A target with more tokens than the draft may have put ids here that the draft's head lacks.
+            # A target with more tokens than the draft may have produced ids that the draft's head lacks.
             if token < len(self._in_vocabulary) and not self._in_vocabulary[token]:
                 self._ids.pop(token, None)
                 self._ids[token] = None
@@ -92,7 +92,7 @@ class ExtraIds:
 
 
 def padded(extra: Sequence[Sequence[int]], in_vocabulary: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """Extra ids of several rows as one array (B, n), filled up with an id of the reduced vocabulary."""
+    """Extra ids of several rows as one array (B, n), padded with an id of the reduced vocabulary."""
     width = max(1 << (max(map(len, extra), default=0) - 1).bit_length(), _FEWEST_EXTRA_IDS)
     array = np.full((len(extra), width), int(np.argmax(in_vocabulary)), dtype=np.int32)
     for line, ids in zip(array, extra, strict=True):

@@ -13,7 +13,7 @@ _FLOATS = {"F16", "BF16", "F32", "F64"}
 
 def bytes_in_memory(folder: Path, *, widen: bool) -> int:
     """Bytes of a model's weights once loaded. widen: floating-point weights become float32 (as on the CPU). Raises ModelError
-    where the files are not whole."""
+    if the files are incomplete."""
     total = 0
     for tensor in stored_tensors(folder):
         start, end = cast("list[int]", tensor["data_offsets"])
@@ -23,7 +23,7 @@ def bytes_in_memory(folder: Path, *, widen: bool) -> int:
 
 
 def stores_float32(folder: Path) -> bool:
-    """Whether a model's floating-point weights, or the scales of its quantised ones, are all float32. Raises ModelError where
-    the files are not whole."""
+    """Whether all of a model's floating-point weights, or the scales of its quantised ones, are float32. Raises ModelError if
+    the files are incomplete."""
     dtypes = {tensor["dtype"] for tensor in stored_tensors(folder)} & _FLOATS
     return bool(dtypes) and dtypes <= {"F32", "F64"}

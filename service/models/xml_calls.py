@@ -1,4 +1,4 @@
-"""Tool calls whose parameters stand between tags: a grammar that writes them, and a parser of what it writes."""
+"""Tool calls with parameters between tags: a grammar that generates them, and a parser for that format."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from service.models.parameter_schemas import (
 from service.models.tagged_calls import parameters_by_name
 
 NAME = re.compile(r"[^<>\"\s](?:[^<>\"\n]*[^<>\"\s])?")
-"""Names that can stand in a tag."""
+"""Names that are possible in a tag."""
 FIRST = {
     "null": "null",
     "boolean": "true|false",
@@ -34,15 +34,15 @@ FIRST = {
     "array": r"\[",
     "object": r"\{",
 }
-"""How JSON of a type begins, as a regex."""
+"""The beginning of JSON values by type, as a regex."""
 COMBINING = frozenset({"allOf", "not", "if", "$dynamicRef"})
-"""Keywords that may bind a value of any type, and are not resolved."""
+"""Keywords that may constrain a value of any type, and are not resolved."""
 OBJECT_LIMITS = (
     COMBINING
     | {"anyOf", "oneOf", "patternProperties", "propertyNames", "minProperties", "maxProperties"}
     | {"dependentRequired", "dependentSchemas", "dependencies"}
 )
-"""Keywords that parameters which are written one by one need not satisfy."""
+"""Keywords that cannot be enforced when parameters are written one by one."""
 STRING_LIMITS = frozenset({"pattern", "minLength", "maxLength"})
 PATTERN_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 """A regex's escapes, classes and other characters."""
@@ -50,11 +50,11 @@ PATTERN_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 
 @dataclass(frozen=True)
 class XmlCalls:
-    """A format of calls. The text between a call's markers is `call`, each parameter, then `call_end`; a parameter is
+    """A tool call format. The text between a call's markers is `call`, each parameter, then `call_end`. A parameter is
     `parameter`, its value, `value_end` and `separator`. `{}` stands for the name in `call` and in `parameter`.
 
-    Strings are written as they are, other values as JSON. Where a schema allows strings and other types, a text that is JSON
-    of one of the other types is that value.
+    Strings are written unchanged, other values as JSON. If a schema allows strings and other types, a text that is JSON of one
+    of the other types is parsed as that value.
     """
 
     call: str
@@ -63,15 +63,15 @@ class XmlCalls:
     separator: str
     call_end: str
     lenient: ToolParser
-    """A parser for answers that are not exactly in the format."""
+    """A parser for answers that deviate from the format."""
 
     def rules(
         self, tools: Sequence[Mapping[str, Any]], style: Mapping[str, Any], end: str, bound: Collection[str]
     ) -> list[str]:
-        """Lark rules `call_0`, `call_1` and so on: calls of these tools, without the markers around them.
+        """Lark rules `call_0`, `call_1` and so on: calls of these tools, without the surrounding markers.
 
         Parameters come in the order of the schema. Tools that are not in `bound` take any parameters. style: how JSON is
-        written. end: the text of the marker behind a call.
+        written. end: the text of the marker after a call.
 
         Raises BadRequest for a tool whose parameters cannot be written so that they satisfy its schema.
         """
@@ -89,9 +89,7 @@ class XmlCalls:
                 document = without_nulls(function.get("parameters") or {}) if name in bound else bare
                 rules += _Call(self, f"call_{i}", name, document, style, forbidden).rules()
             except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
-                reason = (
-                    str(error) if isinstance(error, ValueError) else "their schema is none, or is nested too deeply"
-                )
+                reason = str(error) if isinstance(error, ValueError) else "their schema is invalid or nested too deeply"
                 message = f"the parameters of {name} cannot be bound in this model's format for calls: {reason}"
                 raise BadRequest(message, field="tools") from error
         return rules
@@ -104,8 +102,8 @@ class XmlCalls:
             return self.lenient(text, tools)
 
     def parse_exactly(self, text: str, tools: Any) -> list[dict[str, Any]]:
-        """The calls in a text that is exactly in the format. Raises ValueError, and TypeError or AttributeError where a tool's
-        schema is none."""
+        """The calls in a text that is exactly in the format. Raises ValueError, and TypeError or AttributeError if a tool's
+        schema is invalid."""
         calls: list[dict[str, Any]] = []
         at = 0
         while not calls or text[at:].strip():
@@ -134,7 +132,7 @@ class XmlCalls:
 
     @property
     def _next_parameter(self) -> str:
-        """What ends a value although a part of its own end is missing."""
+        """The text that ends a value even if a part of `value_end` is missing."""
         return self.value_end.strip() + self.separator + self.parameter.partition("{}")[0]
 
     @cached_property
@@ -183,7 +181,7 @@ class _Call:
             if written:
                 rules += written
                 parts.append(rule if needed else f"{rule}?")
-        # A schema that does not mention additional parameters allows them, but a model could only make them up.
+        # A schema that does not mention additional parameters allows them, but a model could only invent them.
         more = schema.get("additionalProperties", False)
         rule, (before, _, after) = f"{self.rule}_more", self.format.parameter.partition("{}")
         tag = f"{_literal(before)} {rule.upper()} {_literal(after)}"
@@ -196,15 +194,15 @@ class _Call:
         return [f"{self.rule}: {' '.join(parts)}", *rules]
 
     def _parameter_rules(self, rule: str, tag: str, schema: object) -> list[str]:
-        """Rules of a parameter, behind its tag as Lark. None where no value is valid."""
+        """Rules of a parameter after its tag, as Lark; empty if no value is valid."""
         values = self._value_rules(rule, schema)
         separator = f" {_literal(self.format.separator)}" if self.format.separator else ""
         return [f"{rule}: {tag} {rule}_value{separator}", *values] if values else []
 
     def _value_rules(self, rule: str, schema: object) -> list[str]:
-        """Rules of a value with the end behind it.
+        """Rules of a value followed by its end tag.
 
-        A text and what ends it are one lexeme: llguidance's lexer takes the longest match and does not go back.
+        A text and its end tag are one lexeme, because llguidance's lexer takes the longest match and does not backtrack.
         """
         end, found = _literal(self.format.value_end), forms(schema, self.document)
         values = [value for form in found for value in form.get("enum", ())]
@@ -222,7 +220,7 @@ class _Call:
             _literal(text + self.format.value_end) for text in texts if not any(f in text for f in self.forbidden)
         ]
         bound = [form for form in others if form.keys() - ANNOTATIONS - STRING_LIMITS - {"type"}]
-        # Texts that JSON under a bound schema could begin with are left to it.
+        # Texts that could begin JSON of a bound schema are left to that schema.
         json_first = "|".join(dict.fromkeys(FIRST[form["type"]] for form in bound))
         without_json = [f"~/({json_first})(?s:.*)/"] if json_first else []
         rules: list[str] = []
@@ -234,7 +232,7 @@ class _Call:
             terminal = f"{rule.upper()}_{k}"
             rules += [f"{terminal}: {text}", f"{rule}_text_{k}[lazy]: {terminal} {end}"]
             options.append(f"{rule}_text_{k}")
-        # A free text may be the JSON of a form without bounds.
+        # A free text may be the JSON of an unbounded form.
         as_json = bound if any(not _string_limits(form) for form in strings) else others
         if as_json:
             options.append(f"{rule}_json {end}")
@@ -255,12 +253,12 @@ def _name(name: str) -> str:
 
 
 def _literal(text: str) -> str:
-    """A text as Lark's string."""
+    """A text as a Lark string."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def _string_limits(form: Schema) -> list[str]:
-    """Lark terminals of what a string's schema says of its text."""
+    """Lark terminals for the constraints of a string's schema."""
     limits: list[str] = []
     if "pattern" in form:
         limits.append(f"({' | '.join(f'/{each}/' for each in _searched(form['pattern']))})")
@@ -271,7 +269,7 @@ def _string_limits(form: Schema) -> list[str]:
 
 
 def _searched(pattern: str) -> Iterator[str]:
-    """Regexes of whole texts, of which one matches where the pattern is found in a text."""
+    """Regexes for whole texts; one of them matches where the pattern is found in a text."""
     alternatives, depth = [list[str]()], 0
     for part in PATTERN_PARTS.findall(pattern):
         depth += (part == "(") - (part == ")")

@@ -109,7 +109,7 @@ def test_models_that_cannot_be_loaded_again_fail_requests_until_they_can(unloadi
     content = weights.read_bytes()
     weights.unlink()
     refused = server.request("POST", "/generate", {"prompt": "abc", "max_tokens": 4})
-    assert refused.status_code == 503 and "could not be loaded again" in refused.json()["error"]["message"]
+    assert refused.status_code == 503 and "could not be reloaded" in refused.json()["error"]["message"]
     assert server.request("GET", "/health/ready").status_code == 200
     weights.write_bytes(content)
     assert generate(server, "abc")["tokens"] == expected

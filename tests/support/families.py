@@ -267,7 +267,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
         RAGGED,
         {"vocab_size": 100352, "dense_attention_every_n_layers": 2, "gegelu_limit": 20.0, "blocksparse_block_size": 32},
     ),
-    "plamo3": ("reads prompts through a window of 17 and generates through 16", {}),
+    "plamo3": ("prefills with a window of 17 tokens but generates with one of 16", {}),
     "recurrent_gemma": (OTHER, {"block_types": ["recurrent", "attention"]}),
 }
 """The text that the error must contain, and what the family needs beyond SMALL."""

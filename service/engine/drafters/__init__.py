@@ -1,1 +1,1 @@
-"""What proposes tokens: a draft model, a head that reads the target's hidden states, prompt look-up."""
+"""What proposes tokens: a draft model, an EAGLE head that reads the target's hidden states, or prompt lookup."""

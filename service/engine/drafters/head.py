@@ -1,4 +1,4 @@
-"""Drafts with an EAGLE-3 head, which reads the target's hidden states (arXiv 2503.01840)."""
+"""Drafting with an EAGLE-3 head, which reads the target's hidden states (arXiv 2503.01840)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from service.models import eagle
 
 
 class EagleDrafter(ModelDrafter):
-    """A ModelDrafter whose model also reads a feature of the position before each token.
+    """A ModelDrafter whose model also reads, for each token, a feature of the preceding position.
 
-    For positions that the target has processed the features come from `target`, the target's cache of the batch; in the further
-    draft steps of a round they are the head's own hidden states of the step before.
+    For positions that the target has processed, the features come from `target`, the target's cache of the batch. In later
+    draft steps of a round they are the head's hidden states of the previous step.
     """
 
     def __init__(self, draft: Draft, vocabulary: int, target: RowCache, chunk: int) -> None:
@@ -32,7 +32,7 @@ class EagleDrafter(ModelDrafter):
         )
 
     def prefill_limit(self, target: RowCache) -> int:
-        """One position more than the target's, because a position needs the feature of the one before it."""
+        """One position more than the target's, because a position needs the feature of the preceding one."""
         return target.lengths.longest + 1
 
     def make_calls(self) -> DraftCalls:
@@ -40,7 +40,7 @@ class EagleDrafter(ModelDrafter):
         return draft_calls(self._model)
 
     def inputs(self, tokens: mx.array, *, first: bool) -> list[mx.array]:
-        """See ModelDrafter: tokens, and features where there are any."""
+        """See ModelDrafter: tokens, and features if there are any."""
         features = self._state
         if first:
             features = self.target.features_before(self.cache.lengths, tokens.shape[1])
@@ -53,8 +53,8 @@ class EagleDrafter(ModelDrafter):
 
     @property
     def rereads(self) -> bool:
-        """See ModelDrafter: the target's features are there now, for which its own hidden states stood in. Not where the first
-        step of a round feeds as many tokens of every row (docs/decisions/engine.md)."""
+        """See ModelDrafter: the target's features are now available for positions that used the head's hidden states. False if
+        the first step of a round feeds the same number of tokens for every row (docs/decisions/engine.md)."""
         return not self._feeds_alike
 
     @property
@@ -63,7 +63,7 @@ class EagleDrafter(ModelDrafter):
 
 
 def draft_calls(model: nn.Module) -> DraftCalls:
-    """The calls of a draft. The backbone of a head reads tokens (B, N) and features (B, N, width), or tokens alone."""
+    """The calls of a draft. The backbone of a head reads tokens (B, N) and features (B, N, width), or tokens only."""
     if not isinstance(model, eagle.Model):
         return DraftCalls.of(model)
 
@@ -75,6 +75,6 @@ def draft_calls(model: nn.Module) -> DraftCalls:
 
 
 def make_drafter(draft: Draft, vocabulary: int, target: RowCache, chunk: int) -> ModelDrafter:
-    """The drafter for this kind of draft. Arguments are ModelDrafter's."""
+    """The drafter for this kind of draft. Arguments as for ModelDrafter."""
     kind = EagleDrafter if isinstance(draft.model, eagle.Model) else ModelDrafter
     return kind(draft, vocabulary, target, chunk)

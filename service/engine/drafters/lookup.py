@@ -1,8 +1,8 @@
-"""Prompt look-up decoding: proposes what followed the same n-gram earlier, in the row's text or in recent outputs; or what the
-request's own prediction says (`prediction`).
+"""Prompt lookup decoding: proposes what followed the same n-gram earlier, in the row's text or in recent outputs, or what the
+request's predicted output says (`prediction`).
 
-Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding. A proposal comes with the length of its match, by which the planner
-predicts its acceptance. It costs no draft step and is verified like any other.
+Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding. A proposal includes the length of its match, from which the planner
+predicts its acceptance. It needs no draft step and is verified like any other proposal.
 """
 
 from __future__ import annotations
@@ -18,35 +18,37 @@ if TYPE_CHECKING:
     from service.engine.request import Request
 
 LENGTHS = tuple(sorted(LOOKED_UP, reverse=True))
-"""Lengths of n-grams that are searched for, longest first."""
+"""Lengths of the n-grams that are searched, longest first."""
 INDEX_TOKENS = 65_536
-"""Tokens of recent outputs in one of the two indexes. When the newer one is full, the older one is dropped."""
+"""Tokens of recent outputs in each of two indexes. When the newer one is full, the older one is dropped."""
 AT_ONCE = 512
-"""Tokens of all rows that are indexed in a round, at most: 32,000 of a long prompt would hold all rows up for 50 ms."""
+"""Maximum tokens of all rows that are indexed per round. Indexing a prompt of 32,000 tokens at once would delay all rows by 50
+ms."""
 MIN_SHARED_MATCH = 4
 """The shortest match that counts in another request's output."""
 SHARED_LENGTHS = tuple(length for length in LENGTHS if length >= MIN_SHARED_MATCH)
 WAITED_SHARE = 1 / 2
-"""Share of the requests that must have a match of the longest kind, which is seldom chance: look-ups are found in tokens that
-were read, and a round that is launched after the one before it was read takes all rows half as long again."""
+"""Share of the requests that must have a match of the longest kind, which is rarely accidental, before a round waits for
+lookups. A lookup needs the tokens of the previous round. A round launched only after those were read takes half as long again
+for all rows."""
 REST = 8
-"""Rounds that wait for no look-up after one that did, where none was then worth proposing."""
+"""Number of rounds that do not wait for lookups after a round that waited without proposing any."""
 MEASURED = 3
-"""The same where plain rounds were to be measured: of so many in a row that are launched ahead, one can be timed."""
+"""The same if the round was left plain to measure it: of this many consecutive rounds launched ahead, one can be timed."""
 
 NGram: TypeAlias = tuple[int, ...]
 
 
 @dataclass(slots=True)
 class NGramIndex:
-    """Index of the n-grams of one growing text: the position after the last occurrence of each. indexed: tokens so far."""
+    """Index of the n-grams of one growing text: the position after the last occurrence of each. indexed: tokens indexed so
+    far."""
 
     indexed: int = 0
     next_position: dict[NGram, int] = field(default_factory=dict[NGram, int])
 
     def update(self, tokens: Sequence[int], most: int = AT_ONCE) -> int:
-        """Index the next `most` tokens that are not yet; returns how many there were. An n-gram at the end is indexed once a
-        token follows it."""
+        """Index up to `most` further tokens; returns their number. An n-gram at the end is indexed once a token follows it."""
         last = min(len(tokens), self.indexed + most)
         for end in range(max(self.indexed, 1), last):
             for length in LENGTHS:
@@ -58,23 +60,23 @@ class NGramIndex:
 
 @dataclass(frozen=True, slots=True)
 class LookupProposal:
-    """The tokens proposed for one row. length: of the matched n-gram, one of LENGTHS; FORCED for what a grammar forces; of a
-    prediction its kind of match."""
+    """The tokens proposed for one row. length: of the matched n-gram, one of LENGTHS; FORCED for tokens that a grammar forces;
+    for a predicted output, the strength of the match."""
 
     length: int
     tokens: list[int]
     source: Source = Source.LOOKUP
 
     def up_to(self, limit: int | None) -> LookupProposal | None:
-        """The same with so many tokens at most; None where that leaves none."""
+        """The same proposal, cut to `limit` tokens; None if that leaves none."""
         if limit is None or limit >= len(self.tokens):
             return self
         return replace(self, tokens=self.tokens[:limit]) if limit else None
 
 
 class Lookup:
-    """Proposes up to `max_tokens` tokens from a row's own text or from recent outputs, which rows of equal salts share
-    (core.Prompt.cache_salt); or what a row's grammar leaves no choice about."""
+    """Proposes up to `max_tokens` tokens from a row's text or from recent outputs, which rows with the same salt share
+    (core.Prompt.cache_salt), or the tokens that a row's grammar forces."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
@@ -84,8 +86,8 @@ class Lookup:
         self._newer_tokens = 0
 
     def propose(self, rows: Sequence[Request], *, possible: bool, forced: bool = True) -> list[LookupProposal | None]:
-        """What may follow each row in the next round. possible: whether anything may be planned over so many rows; where not,
-        nothing is indexed either. forced: also what grammars leave no choice about."""
+        """What may follow each row in the next round. possible: whether proposals may be planned for this many rows; if not,
+        nothing is indexed either. forced: include tokens that grammars force."""
         self._resting = max(self._resting - 1, 0)
         if not possible:
             return [None] * len(rows)
@@ -116,18 +118,19 @@ class Lookup:
         return None if match is None else LookupProposal(match[0], list(match[1]), Source.PREDICTION)
 
     def waits(self, found: Sequence[LookupProposal | None], requests: int) -> bool:
-        """Whether look-ups of so many requests are worth a round that is launched after the one before it was read."""
+        """Whether the lookups of this many requests are worth a round that is launched only after the previous one was read."""
         long = sum(
             each is not None and (each.length >= LENGTHS[0] or each.source is Source.PREDICTION) for each in found
         )
         return not self._resting and long >= WAITED_SHARE * requests
 
     def waited(self, *, used: bool, measures: bool = False) -> None:
-        """A round has waited for look-ups. used: whether it proposed any. measures: none because of `Choice.measures`."""
+        """Record that a round has waited for lookups. used: whether it proposed any. measures: it proposed none because of
+        `Choice.measures`."""
         self._resting = 0 if used else MEASURED if measures else REST
 
     def find(self, tokens: Sequence[int], ngrams: NGramIndex, salt: str = "") -> LookupProposal | None:
-        """A proposal to follow `tokens`: the longest match, in the row's own text before recent outputs. None without a match.
+        """A proposal to follow `tokens`: the longest match, preferring the row's text to recent outputs. None without a match.
 
         ngrams: the index of these tokens, as far as they are indexed. salt: of the outputs that may be looked up.
         """
@@ -136,7 +139,7 @@ class Lookup:
                 continue
             ngram = tuple(tokens[-length:])
             if (end := ngrams.next_position.get(ngram)) is not None:
-                # Where fewer tokens follow the match, they are repeated: the text is taken to be periodic.
+                # If fewer tokens follow the match, they are repeated, as if the text were periodic.
                 period = tokens[end : end + self.max_tokens]
                 return LookupProposal(length, [period[i % len(period)] for i in range(self.max_tokens)])
             shared = salt, ngram
@@ -146,11 +149,11 @@ class Lookup:
         return None
 
     def forget(self) -> None:
-        """Drop the shared index, whose outputs are nobody's in particular."""
+        """Drop the shared index, which does not record which request an output came from."""
         self._newer, self._older, self._newer_tokens = {}, {}, 0
 
     def add_output(self, output: Sequence[int], salt: str = "") -> None:
-        """Add a finished output to the shared index, for rows of this salt. Only outputs that may be stored belong there."""
+        """Add a finished output to the shared index, for rows with this salt. Only for outputs that may be stored."""
         for end in range(MIN_SHARED_MATCH, len(output)):
             place = output, end
             for length in SHARED_LENGTHS:

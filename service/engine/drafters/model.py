@@ -1,4 +1,4 @@
-"""Drafts with a model of its own."""
+"""Drafting with a draft model."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from service.models.heads import CutHead, cut_head, extra_ids_allowed, split, to
 from service.models.vocabulary import ExtraIds, padded
 
 MAX_LAG = 8
-"""Tokens of one row that the first draft step of a round takes besides the last one, where the draft's cache lags behind."""
+"""Tokens of one row, besides the newest, that the first draft step of a round takes if the draft's cache lags behind."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftCalls:
-    """A draft's calls in two parts. hidden: runs the backbone over tokens (B, N), or tokens and features (B, N, width), and a
-    cache; returns (B, N, ...) for `head`, which returns logits (B, 1, V) from one position of each row."""
+    """A draft's call in two parts. hidden: runs the backbone over tokens (B, N), or tokens and features (B, N, width), and a
+    cache; returns (B, N, ...). head: turns one position of each row of that into logits (B, 1, V)."""
 
     hidden: Callable[[Sequence[mx.array], RowCache], mx.array]
     head: Callable[[mx.array], mx.array]
     split: bool = True
-    """The output head is not in the first part."""
+    """Whether the output head is separate from the first part."""
 
     @classmethod
     def of(cls, model: nn.Module) -> DraftCalls:
-        """Backbone and output head of a model; where it cannot be split the whole is the first part."""
+        """Backbone and output head of a model. If it cannot be split, the first part is the whole model."""
         parts = split(model)
         if parts is None:
             return cls(lambda arrays, cache: model(arrays[0], cache=cache.layers), lambda out: out, split=False)
@@ -51,22 +51,22 @@ class DraftCalls:
         return cls(lambda arrays, cache: backbone(arrays[0], cache.layers), head)
 
     def replayed(self, model: nn.Module) -> DraftCalls:
-        """The same of this model, where the first part is traced and replayed if the device gains by it."""
+        """The same calls for this model, with the first part traced and replayed if the device benefits."""
         if not self.split and cut_head(model) is not None:
-            # A cut head is given other extra ids in every round, which a trace would not see.
+            # A cut head gets different extra ids in every round, which a trace would not see.
             return self
         replay = Replay(model, self.hidden)
         return DraftCalls(lambda arrays, cache: replay(arrays, cache, arrays[0].shape[1]), self.head)
 
     def logits(self, tokens: mx.array, cache: RowCache) -> mx.array:
-        """Logits (B, N, V) of a draft that reads tokens alone."""
+        """Logits (B, N, V) of a draft that reads only tokens."""
         return self.head(self.hidden([tokens], cache))
 
 
 @dataclass(frozen=True, slots=True)
 class _Drafted:
     """A draft step. token: (B, 1). whole: the draft's logits (B, 1, W). logits, distribution: (B, 1, V), before and after the
-    sampling transform, without tokens that a mask forbids. masked: some may be."""
+    sampling transform, without tokens that a mask forbids. masked: whether a mask was applied."""
 
     token: mx.array
     whole: mx.array
@@ -77,11 +77,11 @@ class _Drafted:
 
 class ModelDrafter:
     """Proposes with a draft model, whose KV cache has the batch's rows. vocabulary: width of the target's logits. target: the
-    target's cache of the batch. chunk: tokens of a call in which the draft catches up.
+    target's cache of the batch. chunk: tokens per call when the draft catches up.
 
-    The first step of a round takes each row's tokens that are not in the draft's cache: the newest one, before it the last
-    proposed one when all were accepted, and others where the cache lags. Only the last of them needs logits, so the output head
-    runs there alone where the family allows it.
+    The first step of a round takes each row's tokens that are not in the draft's cache: the newest one, preceded by the last
+    proposed one if all were accepted, and more if the cache lags. Only the newest needs logits, so the output head runs on it
+    alone if the model family allows it.
     """
 
     def __init__(self, draft: Draft, vocabulary: int, target: RowCache, chunk: int) -> None:
@@ -91,17 +91,17 @@ class ModelDrafter:
         self.strategy = current()
         self.activations = Activations.of(draft.model)
         self.pool = Pool()
-        """Where all caches of the draft take pages, if rows are in pages."""
+        """Where all caches of the draft take pages, if rows are paged."""
         self.switch(draft)
         self.cache = self.new_cache(0)
 
     def switch(self, draft: Draft) -> None:
-        """Propose with another version of the same draft from now on. Rows keep the keys and values of the old one: that lowers
-        acceptance for the rest of a row, where a new prefill would pause every row."""
+        """Propose with another version of the same draft from now on. Rows keep the old version's keys and values. That lowers
+        acceptance for the rest of a row, but a new prefill would pause every row."""
         self.draft = draft
         self._limit = token_limit(draft.model)
         self._calls: DraftCalls | None = None
-        """Made by the first proposal, where errors of a draft are caught, and before a cut head is given extra ids."""
+        """Made by the first proposal, where errors of a draft are caught, and before a cut head gets extra ids."""
         self._replay = Replay(draft.model, self._propose_alike)
         self._extra: dict[int, ExtraIds] = {}
         """By the id of each row's list of tokens."""
@@ -120,18 +120,21 @@ class ModelDrafter:
         after: Unread | None = None,
         masks: RoundMasks | None = None,
     ) -> Proposal | None:
-        """Propose tokens after each row's tokens (two or more), as many as `steps` says. noise: shared with the target. after:
-        the rows go on behind a drafted round that was not read yet. masks: of rows with a grammar. None while the cache of some
-        row lags (`catch_up`).
+        """Propose tokens after each row's tokens (two or more), as many as `steps` says. Returns None while some row's cache
+        lags (`catch_up`).
 
-        Where waiting costs nothing, a grammar bounds every token; elsewhere the first one, which is known without a wait: those
-        behind it are proposed freely, and the target rejects what is not allowed."""
+        noise: shared with the target. after: the rows continue a drafted round that was not read yet. masks: of rows with a
+        grammar.
+
+        Where waiting is free, the grammar masks every token. Elsewhere it masks only the first, whose mask is known without a
+        wait. Later tokens are proposed freely, and the target rejects forbidden ones.
+        """
         if after is None and not self.catch_up(rows):
             return None
         if self._calls is None:
             self._calls = self.make_calls()
         head = cut_head(self.draft.model)
-        # Names and words of a row's topic come back.
+        # Ids from the row's text, because names and topic words recur.
         extra = None if head is None else mx.array(self._extra_ids(rows, head))
         if not self._feeds_alike:
             return self._propose_unread(rows, steps, batch, noise, key, extra, masks)
@@ -151,25 +154,25 @@ class ModelDrafter:
 
     @property
     def _feeds_alike(self) -> bool:
-        """The first step of a round feeds as many tokens of every row, so that calls of its shape come again: 2, as the last
-        one of an accepted proposal was not fed, or MAX_LAG. Some may be in the cache already."""
+        """Whether the first step of a round feeds the same number of tokens in every row, so that shapes repeat: 2, since the
+        last accepted token of a proposal was not fed, or MAX_LAG. Some may already be in the cache."""
         return self.strategy.launch_ahead and not self.cache.states
 
     @property
     def rereads(self) -> bool:
-        """Whether it reads its own accepted tokens again: it knows more of them than when it proposed them."""
+        """Whether it reads its accepted tokens again, because it knows more about them than when it proposed them."""
         return False
 
     def _missing(self, rows: Sequence[Sequence[int]]) -> list[int]:
-        """Each row's tokens that are not in the cache."""
+        """The number of each row's tokens that are not in the cache."""
         return [len(row) - length for row, length in zip(rows, self.cache.lengths.host, strict=True)]
 
     def release_rows(self) -> None:
-        """Refer no more to the rows that it proposed for. Only when none of them goes on."""
+        """Drop references to the rows it proposed for. Call only when none of them continues."""
         self._extra = {}
 
     def _extra_ids(self, rows: Sequence[Sequence[int]], head: CutHead) -> NDArray[np.int32]:
-        """Extra ids (B, n) of each row, of which only new tokens are read: rows keep their list of tokens while they grow."""
+        """Extra ids (B, n) of each row. Only new tokens are read, because a row keeps its list of tokens while it grows."""
         before = [self._extra.get(id(row)) for row in rows]
         extra = [
             known if known and known.tokens is row else ExtraIds(row, head.in_vocabulary)
@@ -188,7 +191,7 @@ class ModelDrafter:
         extra: mx.array | None,
         masks: RoundMasks | None,
     ) -> Proposal:
-        """A proposal whose first step feeds all that is not in the cache, as many tokens as each row has of that."""
+        """A proposal whose first step feeds all tokens that are not in the cache, a different number in each row."""
         drafted: list[_Drafted] = []
 
         def bits(step: int) -> mx.array | None:
@@ -220,8 +223,8 @@ class ModelDrafter:
         return _proposal(drafted, unseeded=batch.unseeded)
 
     def _propose_alike(self, arguments: Sequence[Any], cache: RowCache) -> dict[str, Any]:
-        """A proposal whose first step feeds as many tokens of every row, as a tree of arrays. arguments: what the first step
-        reads, extra ids, noise (B, K, V), key, K, the batch's sampling, the first token's mask."""
+        """A proposal whose first step feeds the same number of tokens in every row, as a tree of arrays. arguments: what the
+        first step reads, extra ids, noise (B, K, V), key, K, the batch's sampling, the first token's mask."""
         first, extra, noise, key, most, leaves, bits = arguments
         batch, head = SamplingBatch.of_leaves(leaves), cut_head(self.draft.model)
         with extra_ids_allowed(head, extra):
@@ -251,8 +254,8 @@ class ModelDrafter:
         cache: RowCache,
         bits: Callable[[int], mx.array | None],
     ) -> Generator[_Drafted]:
-        """Draft steps without end. first: what the first one reads. last: position of each row's newest token in it; None: the
-        last one. bits: by step, the mask (B, 1, words) of its token; None: every token is allowed."""
+        """An endless sequence of draft steps. first: what the first step reads. last: position of each row's newest token in
+        it; None: the last position. bits: by step, the mask (B, 1, words) of its token; None: every token is allowed."""
         assert self._calls is not None
         feed, step = first, 0
         while True:
@@ -277,11 +280,11 @@ class ModelDrafter:
         return DraftCalls.of(self.draft.model)
 
     def inputs(self, tokens: mx.array, *, first: bool) -> list[mx.array]:
-        """What the backbone reads: tokens (B, N), and what the kind of draft needs. first: in the first step of a round."""
+        """What the backbone reads: tokens (B, N), and what this kind of draft needs. first: in the first step of a round."""
         return [tokens]
 
     def logits(self, calls: DraftCalls, out: mx.array) -> mx.array:
-        """Logits (B, 1, V) from one position a row of what the backbone returned."""
+        """Logits (B, 1, V) from one position per row of the backbone's output."""
         return calls.head(out)
 
     def extend(self, tokens: mx.array, cache: RowCache, target: RowCache) -> mx.array:
@@ -290,33 +293,34 @@ class ModelDrafter:
         return self.draft.model(self.clamp_ids(tokens), cache=cache.layers)
 
     def clamp_ids(self, tokens: mx.array) -> mx.array:
-        """Tokens (B, N), where ids that only the target has are replaced by the draft's last one."""
+        """Tokens (B, N), with ids that only the target has replaced by the draft's last id."""
         if self._limit is None or self._limit >= self.vocabulary:
             return tokens
         return mx.minimum(tokens, self._limit - 1)
 
     def prefill_limit(self, target: RowCache) -> int:
-        """Positions of a prompt that the draft can prefill when the target has prefilled what is in `target`."""
+        """Positions of a prompt that the draft can prefill once the target has prefilled what is in `target`."""
         return sys.maxsize
 
     def unread(self, rows: Sequence[Sequence[int]]) -> int:
-        """Tokens that are not in the draft's cache, each row's last one apart."""
+        """Tokens that are not in the draft's cache, not counting each row's newest."""
         return sum(max(missing - 1, 0) for missing in self._missing(rows))
 
     def lags(self, rows: Sequence[Sequence[int]]) -> bool:
-        """Whether the cache lacks more tokens of a row than a draft step takes: it decoded without drafts for some time."""
+        """Whether the cache lacks more tokens of a row than a draft step takes, because the row decoded without drafts for some
+        time."""
         missing = self._missing(rows)
         if self._feeds_alike:
             return max(missing) > (2 if min(map(len, rows)) < MAX_LAG else MAX_LAG)
         return max(missing) > MAX_LAG + 1
 
     def catch_up_tokens(self, rows: int) -> int:
-        """Tokens of one row that a draft whose cache lags reads in one round, where the batch has so many rows."""
+        """Tokens of one row that a lagging draft reads per round in a batch of `rows` rows."""
         return max(self._chunk // rows, MAX_LAG)
 
     def catch_up(self, rows: Sequence[Sequence[int]]) -> bool:
-        """Prefill rows whose cache lags, in one ragged call of a prefill chunk at most, since every row waits for it. Leaves
-        every row one token to read at least. Returns whether no row lags any more."""
+        """Prefill lagging rows in one ragged call of at most a prefill chunk, since every row waits for it. Leaves at least one
+        token to read in every row. Returns whether no row lags any more."""
         cache = self.cache
         cache.rewind([min(length, len(row) - 1) for row, length in zip(rows, cache.lengths.host, strict=True)])
         if not self.lags(rows):
@@ -335,7 +339,7 @@ def _proposal(steps: Sequence[_Drafted], *, unseeded: bool) -> Proposal:
     """The proposal of these steps. unseeded: it needs log-distributions."""
 
     def bounded(logits: Sequence[mx.array]) -> mx.array:
-        """(B, K): where the largest logit is neither infinite nor undefined."""
+        """(B, K): whether the largest logit is finite."""
         return mx.abs(mx.concatenate([each.max(axis=-1) for each in logits], axis=1)) < float("inf")
 
     return Proposal(
@@ -348,22 +352,22 @@ def _proposal(steps: Sequence[_Drafted], *, unseeded: bool) -> Proposal:
 
 
 def confidence(logits: mx.array, drawn: mx.array, head: CutHead | None) -> mx.array:
-    """The draft's probability (B, 1) of each row's token at T = 1; where the head is cut, over the reduced vocabulary, whose
-    exponentials are fewer."""
+    """The draft's probability (B, 1) of each row's token at T = 1. With a cut head it is taken over the reduced vocabulary,
+    which needs fewer exponentials."""
     narrow = logits if head is None else head.reduced_logits(logits)
     chosen = mx.take_along_axis(logits, drawn[..., None], axis=-1).astype(mx.float32)
     return mx.minimum(mx.exp(chosen - normaliser(narrow)), 1.0)[..., 0]
 
 
 def read_confidences(confidences: Sequence[mx.array]) -> list[list[float]]:
-    """Wait for confidences (B, 1) of some steps. Returns them by step and row, 0 where a row's logits are not finite."""
+    """Wait for the confidences (B, 1) of some steps. Returns them by step and row, 0 where a row's logits are not finite."""
     (read,) = device.read(mx.concatenate(list(confidences), axis=1))
     return np.nan_to_num(read.T, nan=0.0).tolist()
 
 
 def pad_rows(texts: Sequence[Sequence[int]], cache: RowCache | None = None) -> mx.array:
-    """Tokens (B, longest), zeros behind shorter texts, which the next write overwrites; wider where the device wants few widths
-    and the layers of `cache` allow it."""
+    """Tokens (B, longest), with zeros after shorter texts, which the next write overwrites. Wider if the device prefers few
+    widths and the layers of `cache` allow it."""
     width = max(map(len, texts))
     if cache is not None and not cache.states:
         width = current().width(width)

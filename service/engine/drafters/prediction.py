@@ -1,7 +1,7 @@
-"""A predicted answer as a source of look-ups, as OpenAI's `prediction` gives one: mostly the answer with some places changed.
+"""A predicted output as a source of proposals, as in OpenAI's `prediction`: usually the answer with some changes.
 
-A cursor follows the prediction while the answer says the same. Where they part, the newest tokens of the answer are looked for
-in the prediction behind that place.
+A cursor follows the prediction while the answer agrees with it. Where they diverge, the newest tokens of the answer are
+searched for in the prediction, preferably after that point.
 """
 
 from __future__ import annotations
@@ -9,44 +9,44 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 STRENGTHS = (8, 4, 2, 1, 0)
-"""Kinds of matches by their strength, which is how many tokens agree: at least so many. 0: the answer's beginning."""
+"""Kinds of matches by strength, the minimum number of agreeing tokens. 0: the beginning of the answer."""
 LONGEST = STRENGTHS[0]
-"""Tokens that are compared at a place of the prediction, at most."""
+"""Maximum tokens that are compared at a position of the prediction."""
 NEAR, FAR = 64, 4
-"""A match of fewer than FAR tokens counts only so near behind the last agreement."""
+"""A match of fewer than FAR tokens counts only within NEAR tokens after the last agreement."""
 PLACES = 64
-"""Places that one search compares, at most."""
+"""Maximum positions that one search compares."""
 CONFIRMED = 2
-"""Tokens that must agree behind a match before its place counts as found."""
+"""Tokens that must agree after a match before its position is confirmed."""
 
 
 class PredictedText:
-    """The prediction for one answer, and where the answer is in it. tokens: the prediction's ids."""
+    """The prediction for one answer, and the current position in it. tokens: the prediction's ids."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = tokens
         self._next: int | None = 0
-        """Position of the token that is expected next; None: the answer has left the prediction."""
+        """Position of the next expected token; None: the answer has left the prediction."""
         self._strength = 0
-        """Of the match by which that position was found."""
+        """Strength of the match that found this position."""
         self._agreed = 0
         """Tokens that have agreed since."""
         self._parted = 0
-        """The answer is looked for from here on."""
+        """Where searches for the answer start."""
         self._needed = 1
-        """Strength of the next match, at least. It grows with every match that was wrong, so that a prediction that has nothing
-        to do with the answer costs few rounds."""
+        """Minimum strength of the next match. It grows with every wrong match, so that an unrelated prediction costs few
+        rounds."""
         self._read = 0
         self.matched = 0
-        """Tokens of the answer that stood where the prediction has them."""
+        """Tokens of the answer that agreed with the prediction at the cursor."""
 
     @property
     def unmatched(self) -> int:
-        """Tokens of the prediction that the answer does not have."""
+        """Tokens of the prediction that do not occur in the answer."""
         return max(len(self._tokens) - self.matched, 0)
 
     def read(self, tokens: Sequence[int], start: int = 0) -> None:
-        """Follow the answer's new tokens. tokens: those of the text, of which the answer begins at `start`."""
+        """Follow the answer's new tokens. tokens: the whole text, in which the answer begins at `start`."""
         new = tokens[start + self._read :]
         self._read += len(new)
         for token in new:
@@ -55,8 +55,8 @@ class PredictedText:
             self._search(tokens)
 
     def propose(self, most: int) -> tuple[int, Sequence[int]] | None:
-        """The kind of the match (one of STRENGTHS) and up to `most` tokens that may follow; None where the answer has left
-        the prediction or has reached its end."""
+        """The strength of the match (one of STRENGTHS) and up to `most` tokens that may follow. None if the answer has left the
+        prediction or reached its end."""
         if self._next is None or self._next == len(self._tokens):
             return None
         strength = self._strength + self._agreed
@@ -77,8 +77,8 @@ class PredictedText:
         self._next = None
 
     def _search(self, answer: Sequence[int]) -> None:
-        """Find the answer's end again: the strongest match behind the last agreement, the nearest of equal ones, or else a
-        strong one before it, where the answer may have moved a part."""
+        """Find the answer's end again: the strongest match after the last agreement, the nearest among equals; otherwise a
+        strong match before it, in case the answer moved a part."""
         found = self._strongest(answer, self._parted, len(self._tokens)) or self._strongest(answer, 0, self._parted)
         if found is not None:
             self._strength, self._next = found
@@ -106,7 +106,7 @@ class PredictedText:
             start = position + 1
 
     def _strength_at(self, answer: Sequence[int], position: int) -> int:
-        """How many of the answer's last tokens stand in the prediction up to this position."""
+        """How many of the answer's last tokens agree with the prediction up to this position."""
         most, length = min(LONGEST, self._read, position + 1), 0
         while length < most and self._tokens[position - length] == answer[-1 - length]:
             length += 1

@@ -1,4 +1,4 @@
-"""Proposed tokens of a round, whoever proposed them."""
+"""The proposed tokens of a round, from any source."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """K proposed tokens a row.
+    """K proposed tokens per row.
 
-    tokens: (B, K). logq: (B, K, V), the log-distributions they were drawn from; None when every row matches or is greedy.
-    logits: the draft's at each position, (B, 1, V) each; none of look-ups. usable: (B, K), false where nothing was proposed,
-    where the draft's logits were not finite, and where it has no token that a grammar allows. finite: (B, K), whether they
-    were; None: as `usable`."""
+    tokens: (B, K). logq: (B, K, V), the log-distributions they were drawn from; None if every row is greedy or uses the match
+    rule. logits: the draft's at each position, (B, 1, V) each; empty for lookups. usable: (B, K), false where nothing was
+    proposed, where the draft's logits were not finite, or where the draft has no token that the grammar allows. finite: (B, K),
+    whether the draft's logits were finite; None: as `usable`.
+    """
 
     tokens: mx.array
     logq: mx.array | None
@@ -32,8 +33,8 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """How rows end after a round that the host has not read. newest: (B, 2), each row's last two tokens. ends: (B,), int32, the
-    positions before its newest token. most: upper bounds of these."""
+    """The ends of rows after a round that the host has not read. newest: (B, 2), each row's last two tokens. ends: (B,), int32,
+    the number of positions before its newest token. most: upper bounds of these."""
 
     newest: mx.array
     ends: mx.array
@@ -41,7 +42,7 @@ class Unread:
 
 
 def lookup_proposal(lookups: Sequence[Sequence[int]], k: int, vocabulary: int, unseeded: bool) -> Proposal:
-    """Looked-up tokens, up to k a row, as a proposal: q is 1 at each of them. unseeded: rows need log-distributions."""
+    """Lookup tokens, up to k per row, as a proposal with q = 1 at each. unseeded: rows need log-distributions."""
     tokens, usable = np.zeros((len(lookups), k), dtype=np.int32), np.zeros((len(lookups), k), dtype=np.bool_)
     for i, row in enumerate(lookups):
         tokens[i, : len(row)] = row
@@ -52,7 +53,7 @@ def lookup_proposal(lookups: Sequence[Sequence[int]], k: int, vocabulary: int, u
 
 
 def merge(drafted: Proposal, lookups: Proposal, rows: Sequence[bool]) -> Proposal:
-    """One proposal of two of the same length: row b is the look-up's where rows[b]."""
+    """Merge two proposals of the same length: row b uses the lookup if rows[b]."""
     pick = mx.array(list(rows))[:, None]
     logq = None
     if drafted.logq is not None and lookups.logq is not None:
@@ -68,7 +69,7 @@ def merge(drafted: Proposal, lookups: Proposal, rows: Sequence[bool]) -> Proposa
 def prefer_lookups(
     drafted: Proposal | None, lookups: Sequence[Sequence[int]], k: int, vocabulary: int, unseeded: bool
 ) -> Proposal | None:
-    """The draft's proposal of k tokens a row, replaced in rows that have a look-up."""
+    """The draft's proposal of k tokens per row, replaced in rows that have a lookup."""
     if not any(lookups):
         return drafted
     found = lookup_proposal(lookups, k, vocabulary, unseeded)

@@ -1,5 +1,4 @@
-"""CUDA kernels of our own, for compute capability 8.0 and later: bodies that `mx.fast.cuda_kernel` compiles when they are first
-called."""
+"""Custom CUDA kernels for compute capability 8.0 and later. `mx.fast.cuda_kernel` compiles their bodies on first call."""
 
 from __future__ import annotations
 
@@ -12,25 +11,25 @@ import mlx.core as mx
 
 _FOLDER = Path(__file__).parent
 _SHARED = {"sm_80": 163, "sm_87": 163, "sm_90": 227, "sm_100": 227, "sm_103": 227, "sm_110": 227}
-"""KiB of shared memory that a block may have, by architecture (CUDA C++ Programming Guide, "Technical Specifications per
-Compute Capability")."""
+"""KiB of shared memory available to a block, by architecture (CUDA C++ Programming Guide, "Technical Specifications per Compute
+Capability")."""
 _SHARED_ELSEWHERE = 99
 
 
 def shared_memory() -> int:
-    """Bytes of shared memory that a block may have on MLX's device."""
+    """Bytes of shared memory available to a block on MLX's device."""
     return 1024 * _SHARED.get(str(mx.device_info().get("architecture")), _SHARED_ELSEWHERE)
 
 
 def cuda_kernel(
     file: str, inputs: Sequence[str], outputs: Sequence[str], *, shared: int = 0, strided: bool = False, **defines: int
 ) -> Any:
-    """The kernel in `file`.cu. inputs, outputs: its arrays' names. shared: bytes of dynamic shared memory. strided: it reads
-    inputs as they are laid out; else it gets copies of those that are not contiguous. defines: macros."""
+    """The kernel in `file`.cu. inputs, outputs: names of its arrays. shared: bytes of dynamic shared memory. strided: it reads
+    inputs in any layout; otherwise non-contiguous inputs are copied. defines: macros."""
     source = (_FOLDER / f"{file}.cu").read_text()
     header = "".join(f"#define {name} {value}\n" for name, value in defines.items())
     header += (_FOLDER / "fragments.cuh").read_text()
-    # MLX finds kernels that it has compiled before by their names alone (mlx/backend/cuda/jit_module.cpp, `read_cached_ptx`).
+    # MLX finds compiled kernels by name only (mlx/backend/cuda/jit_module.cpp, `read_cached_ptx`).
     digest = sha256((header + source).encode()).hexdigest()[:16]
     return mx.fast.cuda_kernel(
         name=f"{file}_{digest}",

@@ -1,12 +1,12 @@
-// Up to 8 TILES tokens times 8 DEEP rows of one of three weight matrices, a block. 8 warps share the inner dimension, 64 elements
-// of it at a time, and fetch them STAGES ahead into shared memory of their own: each weight is read once. How terms are added
-// depends on the inner dimension alone: a token's product has the same bits whatever it is computed with.
-// Constants: T (bfloat16 or float16), HALF (it is float16), TILES, DEEP, STAGES; QUANTISED (weights are numbers of 4 bits, GROUP of
-// which share a scale and a bias); RANK of a low-rank product that is added, 0 for none: inputs down (RANK rows like those of a
-// weight matrix) and up (outputs times RANK). Each block computes x times down again, which later blocks read from the L2 cache.
+// Each block multiplies up to 8 TILES tokens by 8 DEEP rows of one of three weight matrices. 8 warps share the inner dimension, 64
+// elements at a time, and fetch them STAGES ahead into separate parts of shared memory, so each weight is read once. The order of
+// additions depends only on the inner dimension, so a token's product has the same bits whatever else is in the call.
+// Constants: T (bfloat16 or float16), HALF (T is float16), TILES, DEEP, STAGES; QUANTISED (4-bit weights, GROUP of which share a
+// scale and a bias); RANK of a low-rank product to add, 0 for none: inputs down (RANK rows like those of a weight matrix) and up
+// (outputs times RANK). Each block computes x times down again; later blocks read down from the L2 cache.
 constexpr int WARPS = 8, ROWS = 8 * DEEP, PAIRS = (TILES + 1) / 2;
 #if QUANTISED
-// Of a row: 8 words of numbers, the two scales and the two biases among which the chunk's are.
+// Per row: 8 words of numbers, and the two scales and two biases that include the chunk's.
 constexpr int WEIGHTS = ROWS * 5 / 2;
 typedef uint32_t Weight;
 #else
@@ -17,7 +17,7 @@ constexpr int STAGE = WEIGHTS + 8 * TILES * 8;
 const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q = lane & 3;
 const int tokens = x_shape[0], inner = x_shape[1], chunks = inner / 64, pitch = inner / 8;
 
-// Blocks of the first matrix, then of the others, as far as the grid goes.
+// Blocks of the first matrix come first, then those of the other matrices in the grid.
 const Weight* weight = weight0;
 T* out = out0;
 int outputs = weight0_shape[0], block = blockIdx.x;
@@ -54,8 +54,8 @@ for (int i = 0; i < 2; i++) {
   outputs = others[i];
 }
 
-// A stage is 64 elements of each row of weights, then of tokens. A quarter of a warp reads two rows at once, 64 bytes of each:
-// every other row has its halves exchanged, so that they are in different banks.
+// A stage is 64 elements of each row of weights, then of tokens. A quarter of a warp reads two rows at once, 64 bytes of each.
+// Every other row has its halves exchanged, so that the two are in different banks.
 extern __shared__ uint4 memory[];
 uint4* ring = memory + warp * STAGES * STAGE;
 const int line = lane >> 3, part = lane & 7, to = line * 8 + (part ^ ((line & 1) << 2));
@@ -70,7 +70,7 @@ const uint4* weights = reinterpret_cast<const uint4*>(weight + ((int64_t)block *
 #endif
 const uint4* inputs = reinterpret_cast<const uint4*>(x + (int64_t)line * inner) + part;
 auto fetch = [&](int chunk, int stage) {
-  // Of rows that there are none of, whatever is in memory is multiplied, for outputs that nobody gets.
+  // For missing rows, arbitrary memory contents are multiplied; their outputs are discarded.
   if (chunk < chunks) {
 #if QUANTISED
     uint4* numbers = ring + stage * STAGE + lane;
@@ -111,7 +111,7 @@ float low[RANK / 8][PAIRS][4];
 #pragma unroll
 for (int i = 0; i < RANK / 2 * PAIRS; i++) { low[i / (4 * PAIRS)][i / 4 % PAIRS][i % 4] = 0.0f; }
 up += (int64_t)block * ROWS * RANK;
-// They are used at the end; the first block would wait for memory then.
+// Used at the end. Prefetched, because otherwise the first block would wait for memory then.
 if (threadIdx.x < valid) { asm volatile("prefetch.global.L2 [%0];" :: "l"(up + threadIdx.x * RANK)); }
 #endif
 #pragma unroll
@@ -140,7 +140,7 @@ for (int chunk = warp; chunk < chunks; chunk += WARPS) {
   stage = stage + 1 == STAGES ? 0 : stage + 1;
   #pragma unroll
   for (int p = 0; p < 2; p++) {
-    // Which element stands where in a fragment is free as long as weights and tokens agree.
+    // The order of elements in a fragment is arbitrary as long as weights and tokens agree.
     const int offset = (q + 4 * p) ^ swap;
     uint32_t w[DEEP][4];
     #pragma unroll
@@ -181,7 +181,7 @@ for (int chunk = warp; chunk < chunks; chunk += WARPS) {
 copy_async_wait<0>();
 __syncthreads();
 
-// The warps' sums, where the ring was.
+// The warps' sums, in the memory of the ring.
 auto shares = reinterpret_cast<float (*)[16 * PAIRS][ROWS + RANK + 1]>(memory);
 #pragma unroll
 for (int i = 0; i < 4 * DEEP * PAIRS; i++) {

@@ -1,7 +1,7 @@
-// Parts of the kernels of this folder: loads, copies to shared memory, products of fragments on tensor cores, rounding.
+// Shared by the kernels of this folder: loads, copies to shared memory, tensor core products of fragments, rounding.
 template <int N, typename Word, typename T>
 __device__ __forceinline__ void load(Word (&to)[N], const T* from) {
-  // In the widest words that the length allows; a row of keys or values is aligned to its length.
+  // Uses the widest words that the length allows. A row of keys or values is aligned to its length.
   constexpr int BYTES = N * sizeof(Word);
   if constexpr (BYTES % 16 == 0) {
     #pragma unroll
@@ -28,7 +28,7 @@ __device__ __forceinline__ void multiply(
 }
 
 __device__ __forceinline__ void rescale(float (&c)[4], float upper, float lower) {
-  // By a factor of its own for either row that a thread holds of a product.
+  // Scales the two rows of a product that a thread holds by separate factors.
   c[0] *= upper;
   c[1] *= upper;
   c[2] *= lower;
@@ -37,7 +37,7 @@ __device__ __forceinline__ void rescale(float (&c)[4], float upper, float lower)
 
 template <bool HALF>
 __device__ __forceinline__ uint32_t pack(float low, float high) {
-  // The lower half of the register is the element of the lower index.
+  // The lower half of the register holds the element with the lower index.
   uint32_t both;
   if constexpr (HALF) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
@@ -49,7 +49,7 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
 
 template <bool HALF>
 __device__ __forceinline__ uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) {
-  // Of two elements each.
+  // Two elements each.
   uint32_t both;
   if constexpr (HALF) {
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(both) : "r"(a), "r"(b), "r"(c));
@@ -61,8 +61,8 @@ __device__ __forceinline__ uint32_t multiply_add(uint32_t a, uint32_t b, uint32_
 
 template <bool HALF>
 __device__ __forceinline__ void widen(uint32_t (&to)[4], uint32_t word, uint32_t scale, uint32_t bias) {
-  // Eight numbers of 4 bits: elements 0 and 4, 1 and 5, 2 and 6, 3 and 7. As the lowest bits of a number whose last place is 1
-  // (128 or 1024) they are added to it, and it is taken away again, exactly.
+  // Eight 4-bit numbers: elements 0 and 4, 1 and 5, 2 and 6, 3 and 7. They are set as the lowest bits of a number whose last place
+  // is 1 (128 or 1024), which is then subtracted exactly.
   constexpr uint32_t ONES = HALF ? 0x3C003C00 : 0x3F803F80, ADDED = HALF ? 0x64006400 : 0x43004300;
   #pragma unroll
   for (int i = 0; i < 4; i++) {
@@ -73,7 +73,7 @@ __device__ __forceinline__ void widen(uint32_t (&to)[4], uint32_t word, uint32_t
 
 template <bool ONCE>
 __device__ __forceinline__ void copy_async(uint4* to, const uint4* from) {
-  // To shared memory. ONCE: nobody else reads it, but the rest of its 256 bytes is wanted.
+  // To shared memory. ONCE: no other block reads it, but the rest of its 256 bytes is needed.
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
   if constexpr (ONCE) {
     asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" :: "r"(address), "l"(from) : "memory");
@@ -91,6 +91,6 @@ __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.com
 
 template <int LEFT>
 __device__ __forceinline__ void copy_async_wait() {
-  // Until all but the LEFT newest groups have arrived.
+  // Waits until all but the LEFT newest groups have arrived.
   asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory");
 }

@@ -1,5 +1,5 @@
-// Copies each row's positions from its pages, one after another, zeros from its end on and for page 0, which is nobody's: a block a
-// row, head and page.
+// Copies each row's consecutive positions from its pages, with zeros from its end on and for page 0, which belongs to no row. One
+// block per row, head and page.
 const int H = pool_shape[1], D = pool_shape[3], W = page_table_shape[1], pages = gridDim.x / H;
 const int place = blockIdx.x % pages, head = blockIdx.x / pages, row = blockIdx.y;
 const int64_t page = page_table[row * W + min(place, W - 1)];

@@ -1,12 +1,12 @@
-// A block of 8 warps computes 16 queries of one row and one head of keys and values, and a chunk of VC dimensions of their values,
-// over all of the row's keys or, where SPLIT, over one of its shares: of n shares every n-th 128 keys. They are in pages of PAGE
-// positions, 16 or a multiple, whose numbers are in the row of `page_table`; keys and values may lie in any order but for their
-// dimensions. Constants: T (bfloat16 or float16), HALF (it is float16), D and V (dimensions of keys and values), VC, G (query heads
-// that share a head of keys), WINDOW (0: none), SINKS.
+// A block of 8 warps computes 16 queries of one row and one head of keys and values, and a chunk of VC dimensions of their values.
+// It covers all of the row's keys or, with SPLIT, one share of them: of n shares, every n-th 128 keys. Keys and values are in pages
+// of PAGE positions, a multiple of 16, whose numbers are in the row of `page_table`. They may have any layout in which their
+// dimensions are contiguous. Constants: T (bfloat16 or float16), HALF (T is float16), D and V (dimensions of keys and values), VC,
+// G (query heads that share a head of keys), WINDOW (0: none), SINKS.
 //
-// Each warp takes 16 keys at a time: scores by mma.m16n8k16 into two tiles of 8 keys, then their weights times 16 values. Which
-// dimension stands where in a fragment is free as long as both factors agree. A thread takes neighbouring ones, so that it reads
-// keys and values in words of up to 16 bytes straight into its registers.
+// Each warp takes 16 keys at a time: scores by mma.m16n8k16 into two tiles of 8 keys, then their weights times 16 values. The order
+// of dimensions in a fragment is arbitrary as long as both factors agree. A thread takes neighbouring ones, so that it reads keys
+// and values in words of up to 16 bytes directly into its registers.
 constexpr int WARPS = 8, STEPS = D / 16, DT = D / 4, VT = VC / 8;
 constexpr float LOG2E = 1.4426950408889634f;
 const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q = lane & 3;
@@ -15,7 +15,7 @@ const int b = blockIdx.x / heads, h = blockIdx.x % heads;
 const int m0 = (blockIdx.z / (V / VC)) * 16, v0 = (blockIdx.z % (V / VC)) * VC;
 const int start = starts[b], total = start + N;
 
-// Queries g and g + 8 of the block: 4 neighbouring dimensions of each a step.
+// Queries g and g + 8 of the block: 4 neighbouring dimensions of each per step.
 const int first = min(m0 + g, M - 1), second = min(m0 + g + 8, M - 1);
 const T* query = queries + ((int64_t)b * N * heads + h) * G * D + q * DT;
 uint2 q0[STEPS], q1[STEPS];
@@ -33,7 +33,7 @@ const float factor = scale[0] * LOG2E;
 const int begin = (WINDOW > 0 && start + 1 > WINDOW) ? (start + 1 - WINDOW) / 16 : 0;
 
 #if SPLIT
-// A row has as many shares of `least` keys as it fills, up to gridDim.y. Of the others the merge reads nothing but their tops.
+// A row has as many shares of `least` keys as it fills, up to gridDim.y. The merge reads only the tops of the other shares.
 const int shares = min((total - begin * 16 + least[0] - 1) / least[0], static_cast<int>(gridDim.y));
 if (blockIdx.y >= shares) {
   for (int m = m0 + threadIdx.x; v0 == 0 && m < min(m0 + 16, M); m += WARPS * 32) {
@@ -46,8 +46,8 @@ if (blockIdx.y >= shares) {
 const int shares = 1;
 #endif
 
-// While a tile is computed the next one's keys and values are read, into the registers that this one no longer needs, and the
-// number of the page of the one after that.
+// While a tile is computed, the next one's keys and values are read into registers that this one no longer needs, together with
+// the page number of the tile after that.
 const int step = shares * WARPS;
 uint2 k0[STEPS], k1[STEPS];
 uint32_t u[4][VT / 2];
@@ -123,7 +123,7 @@ for (; tile * 16 < total; tile += step) {
   if (base_after < total) { read_values(base_after, page); }
 }
 
-// The warps' shares, brought under one maximum and added in a fixed order, so that the same call always gives the same bits.
+// The warps' shares, rescaled to one maximum and added in a fixed order, so that the same call always gives the same bits.
 __shared__ float tops_of[WARPS][16], added[WARPS / 2][VT * 4 + 2][32];
 #pragma unroll
 for (int o = 1; o < 4; o *= 2) {

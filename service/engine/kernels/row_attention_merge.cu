@@ -1,4 +1,4 @@
-// Merges what the blocks of row_attention.cu made of their shares of the keys: one block a query, one thread a dimension.
+// Merges the results of row_attention.cu's blocks for their shares of the keys. One block per query, one thread per dimension.
 const int64_t row = blockIdx.x;
 const int S = sums_shape[3];
 float most = -INFINITY, total = 0.0f, value = 0.0f;

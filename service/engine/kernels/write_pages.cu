@@ -1,5 +1,5 @@
-// Writes new keys and values to each row's own positions, in place: a block a row, head and token. `written` is for the calls that
-// read them, which run after the kernel because they have it as an input.
+// Writes new keys and values in place to each row's positions. One block per row, head and token. Calls that read them take
+// `written` as an input, so they run after this kernel.
 const int N = new_keys_shape[2], H = new_keys_shape[1], D = new_keys_shape[3], V = new_values_shape[3], W = page_table_shape[1];
 const int token = blockIdx.x % N, head = blockIdx.x / N % H, row = blockIdx.x / (N * H);
 const int position = starts[row] + token;

@@ -1,1 +1,1 @@
-"""Keys and values of a batch whose rows have lengths of their own."""
+"""The KV cache of a batch whose rows have different lengths."""

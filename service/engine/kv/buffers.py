@@ -1,9 +1,9 @@
-"""Buffers for the keys and values of a batch: arrays (slots, heads, capacity, dims) that rows join and leave in place. On CUDA
+"""Buffers for the keys and values of a batch: arrays (slots, heads, capacity, dims) that rows join and leave in place. On CUDA,
 rows have `pages` instead.
 
-The batch's rows are in the first slots, a row's positions are the first of its slot; the rest is spare. Only rows that move are
-copied (why: docs/decisions/engine.md, "Batches on a CPU and Metal grow and shrink in place"). MLX writes in place only while
-nothing else refers to an array; otherwise it copies the array, which costs time and changes no result.
+The batch's rows occupy the first slots, and a row's positions the first positions of its slot. The rest is spare. Only rows
+that move are copied (why: docs/decisions/engine.md, "Batches on a CPU and Metal grow and shrink in place"). MLX writes in place
+only if nothing else refers to the array. Otherwise it copies the array, which takes time but does not change the result.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Collection, Sequence
 import mlx.core as mx
 
 SPARE = 4
-"""One spare slot is allocated for every so many rows."""
+"""One spare slot is allocated per this many rows."""
 PART = 2**27
-"""Bytes of new buffers that are computed at a time where a batch grows, joins others or shrinks, unless one layer takes more:
-old and new buffers of so many layers exist side by side."""
+"""Bytes of new buffers computed at a time when a batch grows, joins others or shrinks; more if one layer is larger. The old and
+new buffers of that many layers coexist."""
 
 
 def grow(buffer: mx.array | None, like: mx.array, capacity: int) -> mx.array:
-    """`buffer` with `capacity` positions at least; new positions are zeros. None: a new buffer with the rows, heads and dims of
+    """`buffer` with at least `capacity` positions; new positions are zeros. None: a new buffer with the rows, heads and dims of
     `like`."""
     have = 0 if buffer is None else buffer.shape[2]
     if buffer is not None and capacity <= have:
@@ -32,18 +32,18 @@ def grow(buffer: mx.array | None, like: mx.array, capacity: int) -> mx.array:
 
 
 def write(buffer: mx.array, new: mx.array, start: int) -> mx.array:
-    """Write new (B, heads, N, dims) to the first B slots, from position `start` of each row. Returns the buffer."""
+    """Write new (B, heads, N, dims) to the first B slots, starting at position `start` of each row. Returns the buffer."""
     rows, _, count, _ = new.shape
     if new.shape == buffer.shape:
-        # MLX would put `new` itself in the buffer's place, however it is laid out.
+        # MLX would use `new` itself as the buffer, whatever its memory layout.
         return mx.contiguous(new.astype(buffer.dtype))
     buffer[:rows, :, start : start + count] = new
     return buffer
 
 
 def scatter(buffer: mx.array, new: mx.array, rows: mx.array, heads: mx.array, positions: mx.array) -> mx.array:
-    """Write new (B, heads, N, dims) to slots rows (B, 1, 1), heads (1, heads, 1) and positions (B, 1, N), all int32: MLX would
-    otherwise make indices of its own in every call. Returns the buffer."""
+    """Write new (B, heads, N, dims) to slots rows (B, 1, 1), heads (1, heads, 1) and positions (B, 1, N), all int32, because
+    MLX would otherwise create index arrays in every call. Returns the buffer."""
     buffer[rows, heads, positions] = new
     return buffer
 
@@ -51,10 +51,10 @@ def scatter(buffer: mx.array, new: mx.array, rows: mx.array, heads: mx.array, po
 def join_rows(
     buffers: Sequence[mx.array | None], rows: Sequence[int], slots: Sequence[int], size: int
 ) -> mx.array | None:
-    """Write the first rows[i] slots of each buffer but the first, one row after the other, to these slots of the first, which
-    then has `size` rows.
+    """Write the first rows[i] slots of each buffer except the first, row after row, to the given slots of the first buffer,
+    which then has `size` rows.
 
-    None among `buffers`: one without positions so far, whose rows become zeros. Returns None where all are.
+    None among `buffers` stands for a buffer without positions; its rows become zeros. Returns None if all are None.
     """
     like = next((each for each in buffers if each is not None), None)
     if like is None:
@@ -74,12 +74,12 @@ def join_rows(
 
 
 def slots(rows: int) -> int:
-    """Slots of a buffer that grows to so many rows."""
+    """Slots of a buffer that grows to `rows` rows."""
     return rows + rows // SPARE
 
 
 def _grown(buffer: mx.array | None, like: mx.array, size: int, top: int) -> mx.array:
-    """A buffer for `size` rows and `top` positions with what is in `buffer`, and zeros."""
+    """A buffer for `size` rows and `top` positions with the contents of `buffer`, padded with zeros."""
     made = mx.zeros((slots(size), like.shape[1], top, like.shape[3]), dtype=like.dtype)
     if buffer is not None:
         rows = min(size, buffer.shape[0])
@@ -88,14 +88,14 @@ def _grown(buffer: mx.array | None, like: mx.array, size: int, top: int) -> mx.a
 
 
 def _runs(slots: Sequence[int]) -> list[tuple[int, int]]:
-    """Where neighbours in `slots` follow each other: the start and end of each such part."""
+    """The start and end of each run of consecutive values in `slots`."""
     starts = [i for i in range(len(slots)) if i == 0 or slots[i] != slots[i - 1] + 1]
     return list(zip(starts, [*starts[1:], len(slots)], strict=True))
 
 
 def compaction_order(rows: int, leaving: Collection[int]) -> list[int]:
-    """The slot that each remaining row comes from when some of `rows` rows leave: the last rows move into the freed slots, the
-    others stay where they are."""
+    """The slot that each remaining row comes from when some of `rows` rows leave. The last rows move into the freed slots; the
+    others stay in place."""
     count, last = rows - len(leaving), rows
     order: list[int] = []
     for row in range(count):
@@ -108,8 +108,8 @@ def compaction_order(rows: int, leaving: Collection[int]) -> list[int]:
 def copy_moved(
     buffers: Sequence[mx.array | None], rows: Sequence[int], top: int, *, tight: bool = False
 ) -> list[mx.array | None]:
-    """Copies of the rows that change slots in `keep_rows`, which needs them computed: an array that is still read from cannot
-    be written in place."""
+    """Copies of the rows that change slots in `keep_rows`. They must be computed first, because an array that is still read
+    from cannot be written in place."""
     sources = [row for slot, row in enumerate(rows) if row != slot]
     if not sources:
         return [None] * len(buffers)
@@ -127,9 +127,9 @@ def keep_rows(
     *,
     tight: bool = False,
 ) -> list[mx.array | None]:
-    """Keep these rows of each buffer, in this order, with capacity for `top` positions at least. copies: of `copy_moved`.
+    """Keep these rows of each buffer, in this order, with capacity for at least `top` positions. copies: from `copy_moved`.
 
-    A buffer of which less than half of the slots or of the positions would be in use is replaced by a smaller one; tight: any
+    A buffer is replaced by a smaller one if less than half of its slots or positions would be in use. tight: replace every
     buffer by one without spare slots.
     """
     moved, order = [slot for slot, row in enumerate(rows) if row != slot], mx.array(list(rows), dtype=mx.int32)

@@ -1,7 +1,7 @@
-"""A KV cache whose rows have lengths of their own, behind mlx-lm's cache protocol.
+"""A KV cache whose rows have different lengths, behind mlx-lm's cache protocol.
 
-Truncating a row is setting its length. Keys and values are in `pages` on CUDA, else in `rectangles`; recurrent layers hold
-states (`recurrent`).
+A row is truncated by setting its length. Keys and values are in `pages` on CUDA and in `rectangles` elsewhere. Recurrent layers
+hold states (`recurrent`).
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from service.engine.strategy import current, using
 
 
 class RowCache:
-    """The KV cache of one model over a batch. Pass `layers` to the model, then set what stays of the tokens that were fed:
-    `truncate`, or `rewind` where more may have to go. pool: where its rows take pages; None: a pool of its own.
+    """The KV cache of one model over a batch. Pass `layers` to the model, then set which of the fed tokens stay: with
+    `truncate`, or with `rewind` if more may have to be dropped later. pool: where its rows take pages; None: a new pool.
 
-    Raises PairError when a layer of the model cannot be truncated.
+    Raises PairError if a layer of the model cannot be truncated.
     """
 
     def __init__(self, model: nn.Module, rows: int, *, features: bool = False, pool: Pool | None = None) -> None:
         self.lengths = Lengths([0] * rows)
         self.pages: Pages | None = None
-        """Where keys and values are, if in pages."""
+        """Where keys and values are, if paged."""
         if current().paged:
             pool = pool or Pool()
             pool.groups = pool.groups or _groups(model, features=features)
             self.pages = Pages(pool, pool.groups, self.lengths, rows)
         self.storage: Any = self.pages or Rectangles(self.lengths)
-        """Where they are: `Pages` or `Rectangles`."""
+        """Holds keys and values: `Pages` or `Rectangles`."""
         self.attention: list[RowLayer] = []
-        """The layers with keys and values, that of features last."""
+        """The layers with keys and values; the one with features is last."""
         self.states: list[StateLayer] = []
         self.routed = self.pages is not None and route(model)
-        """Calls over few tokens a row go through `attention`."""
+        """Whether calls over few tokens per row go through `attention`."""
         self.layers = [self._layer(layer) for layer in make_prompt_cache(model)]
         self.features: RowLayer | None = None
-        """The target's features, for an EAGLE head: no layer of the model, but joined, compacted and truncated as one."""
+        """The target's features for an EAGLE head. Not a layer of the model, but joined, compacted and truncated like one."""
         if features:
             self.features = self._attention_layer(None)
         if self.states:
@@ -68,12 +68,12 @@ class RowCache:
         written: Sequence[int],
         buffers: Sequence[mx.array],
     ) -> RowCache:
-        """What a traced call sees: each row's end, the numbers of its pages, and those of the pool's arrays that are
-        `written`."""
+        """The cache inside a traced call. starts: each row's end. table: the numbers of its pages. written, buffers: the pool's
+        arrays that hold keys and values."""
         pool = Pool()
         pool.groups = groups
         cache = cls(model, 0, pool=pool)
-        # The host's numbers would become part of the trace.
+        # Lengths on the host would become constants of the trace.
         cache.follow(starts, [0] * starts.shape[0])
         assert cache.pages is not None
         cache.pages.trace(table, written, buffers)
@@ -89,14 +89,14 @@ class RowCache:
             return self._attention_layer(None)
         if type(layer) is RotatingKVCache and layer.keep == 0:
             return self._attention_layer(layer.max_size)
-        raise PairError(f"its {type(layer).__name__} cannot be rolled back to before a rejected token")
+        raise PairError(f"its {type(layer).__name__} cannot be rolled back when a token is rejected")
 
     def _attention_layer(self, window: int | None) -> RowLayer:
         self.attention.append(self.storage.layer(window))
         return self.attention[-1]
 
     def appended(self, count: int, buffers: Sequence[mx.array], writes: Sequence[mx.array]) -> None:
-        """A traced call has appended `count` tokens of every row. buffers, writes: of `Pages.traced_writes`."""
+        """Record that a traced call has appended `count` tokens to every row. buffers, writes: from `Pages.traced_writes`."""
         assert self.pages is not None
         self.pages.take_writes(buffers, writes)
         written = set(self.pages.written())
@@ -115,8 +115,8 @@ class RowCache:
         self.features.append_features(features)
 
     def features_before(self, lengths: Lengths, count: int) -> mx.array | None:
-        """Features (B, count, width) of positions n - 1 .. n + count - 2 of each row, n its length by `lengths`; zeros before
-        position 0, garbage behind the row's end. None where none are stored yet."""
+        """Features (B, count, width) of positions n - 1 .. n + count - 2 of each row, with n its length in `lengths`. Zeros
+        before position 0, garbage past the row's end. None if none are stored yet."""
         if self.features is None:
             return None
         at = lengths.starts(0)[:, None] - 1 + mx.arange(count)
@@ -128,20 +128,20 @@ class RowCache:
         self.truncate([length + count for length in self.lengths.host])
 
     def follow(self, starts: mx.array, most: Sequence[int]) -> None:
-        """Set every row's length to what only the device knows: see Lengths. Not for models with recurrent states."""
+        """Set every row's length to a value that only the device knows: see Lengths. Not for models with recurrent states."""
         self.lengths.follow(starts, most)
         for layer in self.attention:
             layer.ahead = 0
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Set every row's length. No row can be rewound to before it."""
+        """Set every row's length. Afterwards no row can be rewound to an earlier position."""
         self.rewind(lengths)
         self.lengths.commit()
         for layer in self.states:
             layer.commit()
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        """Set every row's length, to that of the last `truncate` or more."""
+        """Set every row's length to that of the last `truncate` or more."""
         if self.states:
             self._rewind_states(lengths)
         self.lengths.set(lengths)
@@ -152,21 +152,21 @@ class RowCache:
         counts = [wanted - settled for wanted, settled in zip(lengths, self.lengths.committed, strict=True)]
         fed = self.states[0].uncommitted
         if min(counts, default=0) < 0:
-            raise ValueError("a recurrent state was committed and cannot be rewound to before that")
+            raise ValueError("a recurrent state was committed and cannot be rewound further")
         if all(count == fed for count in counts):
             return
         for layer in self.states:
             if max(counts) > fed:
-                # Measurements of costs claim lengths that were never fed.
+                # Cost measurements set lengths that were never fed.
                 layer.commit()
             else:
                 layer.truncate(counts)
         self.lengths.committed = list(lengths)
 
     def join(self, others: Sequence[RowCache], counts: Sequence[int], slots: Sequence[int], size: int) -> None:
-        """Move the first counts[i] rows of each of these caches of the same model into these slots of `size` rows, which the
-        cache then has. Slots that were not there and get no row are empty. With recurrent states, rows can only be appended.
-        The other caches are empty afterwards."""
+        """Move the first counts[i] rows of each of these caches of the same model into the given slots of this cache, which
+        then has `size` rows. New slots without a row are empty. With recurrent states, rows can only be appended. The other
+        caches are empty afterwards."""
         have = len(self.lengths.host)
         self.storage.join([cache.storage for cache in others], counts, slots, size)
         for i, state in enumerate(self.states):
@@ -180,31 +180,30 @@ class RowCache:
         self._set_rows(lengths)
 
     def reserve(self, positions: int) -> None:
-        """Make buffers in rectangles for so many positions of each row at once, as soon as something is written. In pages:
-        nothing."""
+        """Allocate buffers for `positions` of each row on the first write (rectangles only)."""
         self.lengths.reserved = positions
 
     def make_room(self, positions: int) -> None:
-        """Give every row capacity for so many positions (`Rectangles.make_room`). In pages: nothing."""
+        """Give every row capacity for `positions` (`Rectangles.make_room`); nothing to do with pages."""
         if self.pages is None:
             self.storage.make_room(positions)
 
     def append(self, other: RowCache) -> None:
-        """Take the rows of another cache of the same model behind these."""
+        """Append the rows of another cache of the same model."""
         have, more = len(self.lengths.host), len(other.lengths.host)
         self.join([other], [more], range(have, have + more), have + more)
 
     def pad(self, rows: Collection[int], length: int) -> None:
-        """Make padding of these rows: their contents no longer matter, and they count as of this length."""
+        """Turn these rows into padding of the given length. Their contents no longer matter."""
         self.storage.pad(rows)
         self._set_rows([length if row in rows else n for row, n in enumerate(self.lengths.host)])
 
     def copy_moved(self, rows: Sequence[int], *, tight: bool = False) -> list[mx.array | None]:
-        """What `compact` needs computed."""
+        """The arrays that must be computed before `compact`."""
         return self.storage.copy_moved(rows, tight=tight)
 
     def compact(self, rows: Sequence[int], copies: Sequence[mx.array | None], *, tight: bool = False) -> None:
-        """Keep these rows, in this order. copies: of `copy_moved`, computed. tight: without spare memory."""
+        """Keep these rows, in this order. copies: from `copy_moved`, computed. tight: without spare memory."""
         lengths = [self.lengths.host[row] for row in rows]
         self.storage.compact(rows, copies, tight=tight)
         for state in self.states:
@@ -216,8 +215,8 @@ class RowCache:
         return [found for layer in self.attention if (found := layer.contents(row)) is not None]
 
     def remove_nonfinite(self, row: int) -> bool:
-        """Remove values of a row that are not finite: behind its end nothing is left of them; where there are some before it,
-        the row is emptied. Returns whether it was not emptied. One host sync."""
+        """Remove a row's non-finite values. Values past its end are zeroed. If there are any before its end, the row is
+        emptied. Returns False if it was emptied. One host sync."""
         lengths = list(self.lengths.host)
         slots = [a for state in self.states for a in state.cache if a is not None]
         held = [a for both in self.contents(row) for a in both if a is not None]
@@ -235,11 +234,11 @@ class RowCache:
         return sound
 
     def zero_tail(self, row: int, start: int | None = None) -> None:
-        """Let nothing that is not finite stay behind a row's end, or from `start` on."""
+        """Zero non-finite values past a row's end, or from `start` on."""
         self.storage.zero_tail(row, self.lengths.host[row] if start is None else start)
 
     def _set_rows(self, lengths: Sequence[int]) -> None:
-        """Set the lengths of a batch of other rows, all of them committed."""
+        """Set the lengths after the rows of the batch have changed; all of them are committed."""
         self.lengths.set(lengths)
         self.lengths.commit()
         for layer in self.attention:
@@ -247,11 +246,12 @@ class RowCache:
 
     @property
     def slots(self) -> int:
-        """Rows for which there is memory that nobody else can use, spare ones among them."""
+        """Rows for which memory is reserved, including spare rows."""
         return self.storage.slots
 
     def arrays(self) -> list[mx.array]:
-        """What has to be evaluated for the rows' contents to be there; in rectangles in the order of the model's layers."""
+        """The arrays that must be evaluated to compute the rows' contents; with rectangles, in the order of the model's
+        layers."""
         if self.pages is not None:
             return [*self.storage.arrays(), *self._state_arrays(self.states)]
         found = [array for layer in self.layers for array in self._layer_arrays(layer)]
@@ -275,12 +275,13 @@ class RowCache:
 
 
 _KINDS = "kinds_of_layers"
-"""Attribute of a model: what `_kinds` has found."""
+"""Attribute of a model that caches the result of `_kinds`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kinds:
-    """Of each layer of a model: its window, and what others must share to have the same arrays (None: it holds nothing)."""
+    """For each layer of a model: its window, and a key that layers with arrays of equal shape share (None: it holds
+    nothing)."""
 
     windows: list[int | None]
     kinds: list[Hashable | None]
@@ -296,7 +297,7 @@ def _groups(model: nn.Module, *, features: bool) -> Groups:
 
 
 def _kinds(model: nn.Module) -> _Kinds:
-    """Found by a call where windows are not all the same. Only shapes are computed."""
+    """The kinds of a model's layers. If windows differ, a call finds them, in which only shapes are computed."""
     with using(replace(current(), paged=False)):
         cache = RowCache(model, 1)
         windows = [layer.window for layer in cache.attention]

@@ -1,9 +1,9 @@
-"""Which layers of a model have their keys and values in the same pages.
+"""Groups the layers of a model whose keys and values share pages.
 
-Layers with a sliding window need their last positions alone, the others all of them: a page that holds both could not be given
-back before the row ends. So a page holds one group of layers, all of one window, and a row has pages for each group. Groups are
-equally large: their pages are of one size and come from one pool, whoever needs more of it. This is vLLM's hybrid KV cache
-manager.
+Layers with a sliding window need only their last positions, other layers need all of them. A page that holds both could not be
+released before the row ends. Each page therefore holds one group of layers with the same window, and a row has pages for each
+group. All groups have the same number of layers, so their pages have one size and come from one pool. This is the design of
+vLLM's hybrid KV cache manager.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from service.engine.kv.window_layer import IN_FLIGHT
 from service.engine.strategy import PAGE
 
 REREAD = PAGE
-"""Positions before the end of what is final that a call may read anew: a draft does, so that its calls are of few shapes."""
+"""Positions before the committed end that a call may read again. A draft does this so that its calls have few shapes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """windows: by group, the positions that a query sees at most; None: all. places: by layer, its group and which of the
-    pool's arrays it has in the group's pages; empty: one group, and layer i has arrays i."""
+    """windows: by group, the maximum positions that a query sees; None: all. places: by layer, its group and the index of its
+    arrays in the pool; empty: one group, and layer i has arrays i."""
 
     windows: tuple[int | None, ...] = (None,)
     places: tuple[tuple[int, int], ...] = ()
 
     def place(self, layer: int) -> tuple[int, int]:
-        """A layer's group, and which of the pool's arrays it has."""
+        """A layer's group, and the index of its arrays in the pool."""
         return self.places[layer] if self.places else (0, layer)
 
     @property
     def reach(self) -> int:
-        """Blocks at the end of a cached prefix that have to be whole."""
+        """Number of blocks at the end of a cached prefix that must be whole."""
         return max((-(-window // PAGE) for window in self.windows if window is not None), default=0)
 
 
@@ -41,10 +41,10 @@ WHOLE = Groups()
 
 
 def grouped(windows: Sequence[int | None], kinds: Sequence[Hashable | None], *, features: bool) -> Groups:
-    """How to group layers with such windows. kinds: what two layers must share to have the same arrays; None: the layer holds
-    nothing. features: there is one more layer, of features, behind them.
+    """Groups layers by window. kinds: a key that layers with arrays of equal shape share; None: the layer holds nothing.
+    features: one more layer, for features, follows.
 
-    WHOLE where layers are not alike but for their windows, and where only features need all positions: a page for them would
+    Returns WHOLE if layers differ in more than their windows, or if only features need all positions: a page for features would
     be as large as one for all layers.
     """
     held: dict[int | None, list[int]] = {}
@@ -61,7 +61,7 @@ def grouped(windows: Sequence[int | None], kinds: Sequence[Hashable | None], *, 
         for start in range(0, len(layers), size):
             places |= {layer: (len(of_groups), slot) for slot, layer in enumerate(layers[start : start + size])}
             of_groups.append(window)
-    # Features, and whatever a layer may hold after all, have arrays of their own.
+    # Features, and layers that unexpectedly hold something, get separate arrays.
     whole = of_groups.index(None)
     for layer in range(len(windows) + features):
         places.setdefault(layer, (whole, size + layer))
@@ -69,10 +69,11 @@ def grouped(windows: Sequence[int | None], kinds: Sequence[Hashable | None], *, 
 
 
 def first_seen(window: int | None, length: int) -> int:
-    """The first page of a row that a query from position `length` on may see, or one of a call that reads tokens anew."""
+    """The first page of a row that may still be seen by a query at `length` or later, including calls that read tokens
+    again."""
     return 0 if window is None else max(0, length - REREAD - window + 1) // PAGE
 
 
 def most_held(window: int) -> int:
-    """Positions of the pages that a row which decodes holds of a window at most."""
+    """Maximum positions in the pages that a decoding row holds for a window."""
     return (-(-(window - 1 + REREAD + IN_FLIGHT) // PAGE) + 1) * PAGE

@@ -1,4 +1,4 @@
-"""What a model sees of one attention layer of a row cache, wherever its keys and values are held."""
+"""What a model sees of one attention layer of a row cache, independent of where its keys and values are held."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from service.engine.kv.lengths import Lengths
 
 
 class RowLayer(ABC):
-    """One attention layer behind mlx-lm's cache protocol. window: positions that a query sees at most; None: all."""
+    """One attention layer behind mlx-lm's cache protocol. window: maximum positions that a query sees; None: all."""
 
     def __init__(self, lengths: Lengths, window: int | None) -> None:
         self.lengths = lengths
@@ -21,7 +21,7 @@ class RowLayer(ABC):
 
     @property
     def offset(self) -> mx.array | int:
-        """Position of the next token of each row: an int where all rows agree (rope's fast path), else (B,)."""
+        """Position of the next token of each row: an int if all rows agree (RoPE's fast path), otherwise (B,)."""
         if self.lengths.equal:
             return self.lengths.host[0] + self.ahead
         return self.lengths.starts(self.ahead)
@@ -32,17 +32,17 @@ class RowLayer(ABC):
 
     @abstractmethod
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Keys and values (B, heads, width, dims) of the rows, as wide as the mask. Layers that share this one's ask for them
-        again (gemma3n)."""
+        """Keys and values (B, heads, width, dims) of the rows, as wide as the mask. Layers that share this layer's keys and
+        values call it again (gemma3n)."""
 
     @abstractmethod
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
-        """mlx-lm asks before the update. (1 or B, 1, N, width) booleans; None or "causal" where that says it all. Raises
-        PairError: see `window_of`."""
+        """The mask for the next N tokens; mlx-lm calls this before the update. Booleans (1 or B, 1, N, width), or None or
+        "causal" if sufficient. Raises PairError: see `window_of`."""
 
     @abstractmethod
     def contents(self, row: int) -> tuple[mx.array, mx.array | None] | None:
-        """Keys and values (heads, length, dims) of a row up to its end; None where nothing was written. Features have no
+        """Keys and values (heads, length, dims) of a row up to its end; None if nothing was written. Features have no
         values."""
 
     @abstractmethod
@@ -51,19 +51,19 @@ class RowLayer(ABC):
 
     @abstractmethod
     def features_at(self, positions: mx.array) -> mx.array | None:
-        """Features (B, N, width) at positions (B, N) of each row, int32, none below 0; garbage behind a row's end. None where
-        none are stored yet."""
+        """Features (B, N, width) at positions (B, N) of each row, int32, none below 0; garbage past a row's end. None if none
+        are stored yet."""
 
     def window_of(self, asked: int | None) -> int | None:
-        """The window of a call. Raises PairError where a model asks for a wider one than its cache holds (plamo3): mlx-lm then
-        reads prompts and generates through unlike windows, which no single mask can follow."""
+        """The window of a call. Raises PairError if a model asks for a wider window than its cache holds (plamo3): mlx-lm then
+        prefills and generates with different windows, which no single mask can represent."""
         if asked and self.window and asked > self.window:
-            raise PairError(f"it reads prompts through a window of {asked} and generates through {self.window}")
+            raise PairError(f"it prefills with a window of {asked} tokens but generates with one of {self.window}")
         return asked or self.window
 
 
 def causal_mask(starts: mx.array, count: int, width: int, window: int | None) -> mx.array:
-    """Booleans (B, 1, count, width): what `count` queries from positions starts (B,) on see of `width` keys."""
+    """Booleans (B, 1, count, width): which of `width` keys each of `count` queries sees, starting at positions starts (B,)."""
     key = mx.arange(width)
     query = (starts[:, None] + mx.arange(count))[:, None, :, None]
     mask = key <= query

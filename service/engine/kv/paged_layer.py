@@ -1,4 +1,4 @@
-"""A layer as a model's attention sees it, of rows in pages."""
+"""One attention layer over paged rows, as a model sees it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class PagedLayer(RowLayer):
-    """One layer of rows in pages. index: among the cache's layers."""
+    """One layer over paged rows. index: the layer's index in the cache."""
 
     def __init__(self, pages: Pages, window: int | None, index: int) -> None:
         super().__init__(pages.lengths, window)
@@ -25,16 +25,16 @@ class PagedLayer(RowLayer):
         self._count = 0
         """Tokens of the last write."""
         self._written: mx.array | None = None
-        """What the last write returned."""
+        """The result of the last write."""
         self._fresh: tuple[mx.array, mx.array] | None = None
-        """What was written last, where the rows hold nothing else."""
+        """The keys and values of the last write, if the rows hold nothing else."""
         self._views: tuple[mx.array | None, mx.array | None] = (None, None)
-        """What `keys_and_values` returned last."""
+        """The last result of `keys_and_values`."""
 
     @property
     def keys(self) -> mx.array | None:
-        """The pool's. Some models (deepseek_v32) read them, and set them to what makes MLX compute them, as `Pool.arrays` does
-        here."""
+        """The pool's keys. Some models (deepseek_v32) read them and assign a dependency that forces evaluation. Here
+        `Pool.arrays` does that."""
         return self._pages.pool.layers[self.slot][0]
 
     @keys.setter
@@ -43,7 +43,7 @@ class PagedLayer(RowLayer):
 
     @property
     def values(self) -> mx.array | None:
-        """The same of values."""
+        """The pool's values; see `keys`."""
         return self._pages.pool.layers[self.slot][1]
 
     @values.setter
@@ -63,11 +63,11 @@ class PagedLayer(RowLayer):
         return self.keys_and_values()
 
     def _write(self, keys: mx.array, values: mx.array | None) -> None:
-        # Views that are still referred to would make it a copy.
+        # A view that is still referenced would force a copy.
         self._views = (None, None)
         self._count = keys.shape[2]
         if self.index == 0 and not self._pages.traced:
-            # Of the call before this one, which nothing that reads its pages has as an input.
+            # Launch the previous call's writes, which no kernel that reads those pages has as an input.
             self._pages.pool.launch()
         self._pages.reserve(self.ahead + self._count)
         starts = self.lengths.starts(self.ahead)
@@ -75,7 +75,7 @@ class PagedLayer(RowLayer):
         self.ahead += self._count
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """See RowLayer. They are gathered only if something reads them."""
+        """See RowLayer. Pages are gathered only if something reads the result."""
         keys, values = self._pages.pool.layers[self.slot]
         assert keys is not None and values is not None
         width, table, ends = self._width(self._count, self.ahead), self.table, self.lengths.starts(self.ahead)
@@ -86,13 +86,14 @@ class PagedLayer(RowLayer):
         return self._views
 
     def _causal(self, count: int, ahead: int, window: int | None) -> bool:
-        """Whether a call over so many tokens a row is a part of prompts that have come equally far. MLX would make a mask one
-        for each head: on CUDA 10 GB for 2,048 tokens over 32,768 positions and 72 heads."""
+        """Whether a call over this many tokens per row is a prefill chunk of rows of equal length. For these, MLX's mask would
+        have one copy per head: 10 GB on CUDA for 2,048 tokens over 32,768 positions and 72 heads."""
         end = self.lengths.longest + ahead
         return count > FEW and self.lengths.equal and not self._pages.traced and (window is None or end <= window)
 
     def _width(self, count: int, ahead: int) -> int:
-        """Positions that a call over so many tokens a row sees: of the whole table, where it may come again."""
+        """Positions that a call over this many tokens per row sees; those of the whole table if the call's shape is to
+        repeat."""
         if self._pages.traced or count <= FEW:
             return self._pages.table.shape[-1] * PAGE
         if self._causal(count, ahead, self.window):
@@ -100,7 +101,7 @@ class PagedLayer(RowLayer):
         return current().capacity(self.lengths.longest + ahead)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str:
-        """See RowLayer. By an array `row_call` knows the call."""
+        """See RowLayer. `row_call` recognises a call by its mask array."""
         window = self.window_of(window_size)
         if not return_array and self._causal(N, self.ahead + N, window):
             return "causal"
@@ -111,7 +112,8 @@ class PagedLayer(RowLayer):
         return mask
 
     def row_call(self, keys: mx.array, values: mx.array, mask: object) -> RowCall | None:
-        """What a call over `keys` and `values` under `mask` is for `attention`, where these are the layer's own; else None."""
+        """The arguments of `attention` for a call over `keys` and `values` under `mask`, if these are this layer's views;
+        otherwise None."""
         causal = isinstance(mask, str)
         known = (mask, self.lengths.starts(self.ahead - self._count), 0) if causal else self.lengths.masks.get(id(mask))
         own = keys is self._views[0] and values is self._views[1]
@@ -126,7 +128,7 @@ class PagedLayer(RowLayer):
         return RowCall(mine, theirs, starts, self.table, window, self._written, fresh)
 
     def contents(self, row: int) -> tuple[mx.array, mx.array | None] | None:
-        """See RowLayer: of a window's positions alone, where only they are held."""
+        """See RowLayer. Only a window's positions if only these are held."""
         pool, end, window = self._pages.pool, self.lengths.host[row], self._pages.groups.windows[self.group]
         pool.launch()
         if self.slot >= len(pool.layers) or pool.layers[self.slot][0] is None:
@@ -157,6 +159,6 @@ class PagedLayer(RowLayer):
 
 
 def _joined(pages: mx.array) -> mx.array:
-    """(heads, positions, dims) of pages (n, heads, PAGE, dims) that follow each other."""
+    """(heads, positions, dims) of consecutive pages (n, heads, PAGE, dims)."""
     n, heads, _, dims = pages.shape
     return pages.swapaxes(0, 1).reshape(heads, n * PAGE, dims)

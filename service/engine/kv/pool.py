@@ -1,4 +1,4 @@
-"""Pages for the keys and values of one model, and how they are written."""
+"""Pages for the keys and values of one model, and the kernel that writes them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from service.engine.strategy import PAGE
 log = logging.getLogger(__name__)
 
 FIRST_PAGES = 64
-"""Pages of a pool that nobody has given a size."""
+"""Pages of a pool whose size was not set."""
 MOST_UNLAUNCHED = 4096
 """Writes whose arrays are held until they are launched."""
 THREADS = 128
-"""Of a block of the kernel."""
+"""Threads per block of the kernel."""
 
 Arrays: TypeAlias = tuple[mx.array | None, mx.array | None]
-"""Keys and values of a layer, (pages, heads, PAGE, dims) each; None while nothing was written, or where there are none."""
+"""Keys and values of a layer, (pages, heads, PAGE, dims) each; None if nothing was written or there are none."""
 
 
 @cache
@@ -38,9 +38,10 @@ def _write_pages() -> Any:
 def write_in_place(
     new_keys: mx.array, new_values: mx.array, keys: mx.array, values: mx.array, starts: mx.array, table: mx.array
 ) -> mx.array:
-    """Write new keys and values (B, heads, N, dims), by a CUDA kernel, to the pages of these rows, from position starts[b]
-    (B,), int32, of each row, though others refer to the pool: while a round is under way MLX would copy it. Returns an array to
-    be an input of every kernel that reads them; MLX knows nothing else of the write."""
+    """Write new keys and values (B, heads, N, dims) with a CUDA kernel to the pages of these rows, from position starts[b]
+    (B,), int32, of each row. It writes even though other arrays refer to the pool, where MLX would copy the pool during a
+    pending round. Returns an array that must be an input of every kernel that reads the pages, because MLX does not know of the
+    write otherwise."""
     rows, heads, count, _ = new_keys.shape
     return _write_pages()(
         inputs=[new_keys, new_values, keys, values, starts, table],
@@ -53,7 +54,7 @@ def write_in_place(
 
 
 def scatter(pool: mx.array, new: mx.array, starts: mx.array, table: mx.array) -> mx.array:
-    """The same of one array where there is no such kernel. Returns the pool."""
+    """The same write to one array, for devices without this kernel. Returns the pool."""
     _, heads, count, _ = new.shape
     positions = starts[:, None] + mx.arange(count)
     places = mx.minimum(positions // PAGE, table.shape[1] - 1)
@@ -63,7 +64,7 @@ def scatter(pool: mx.array, new: mx.array, starts: mx.array, table: mx.array) ->
 
 
 class Page:
-    """A page of a pool, which is free again once nobody refers to it. In the prefix cache it is a block of a model whose layers
+    """A page of a pool, which becomes free when nothing refers to it. In the prefix cache it is a block of a model whose layers
     all hold all positions."""
 
     __slots__ = ("number", "pool")
@@ -90,8 +91,8 @@ class Page:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PageBlock:
-    """PAGE positions of a row in the prefix cache, where layers are in several groups or have a window. pages: one a group;
-    None: the row had given it back. reach: see Block."""
+    """PAGE positions of a row in the prefix cache, for models whose layers are in several groups or have a window. pages: one
+    per group; None: the row had released it. reach: see Block."""
 
     pool: Pool
     pages: tuple[Page | None, ...]
@@ -99,7 +100,7 @@ class PageBlock:
 
     @property
     def whole(self) -> bool:
-        """All groups have a page."""
+        """Whether all groups have a page."""
         return None not in self.pages
 
     @property
@@ -109,77 +110,79 @@ class PageBlock:
 
 
 class Pool:
-    """Pages for keys and values of one model. Page 0 is nobody's: what padding rows write goes there.
+    """Pages for keys and values of one model. Page 0 belongs to no row: padding rows write to it.
 
-    Where its pages do not suffice it doubles, and the arrays have another shape, unless it was given a size; then cached
-    prefixes give up theirs.
+    A pool without a set size doubles when its pages run out, which changes the shape of its arrays. A pool with a set size
+    evicts cached prefixes instead.
     """
 
     def __init__(self, pages: int = FIRST_PAGES) -> None:
         self.pages = pages
         self.layers: list[Arrays] = []
-        """By what `Groups.places` says of a layer: those of several groups have the same arrays."""
+        """The arrays, by the index in `Groups.places`. Layers of different groups share arrays."""
         self.groups: Groups | None = None
-        """Of the model's layers; None while nobody has asked."""
+        """The groups of the model's layers; None until they are first needed."""
         self.free = list(range(pages - 1, 0, -1))
         self.sized = False
-        """Its size was asked for, or is all that memory does for: cached prefixes give up their pages before it grows."""
+        """Whether the size was set or cannot grow for lack of memory. Cached prefixes are then evicted before the pool
+        grows."""
         self.reclaim: Callable[[], bool] | None = None
-        """Takes a page out of the prefix cache, which is free then if no row holds it; False where there is none."""
+        """Evicts a block of the prefix cache, whose pages become free unless a row holds them. Returns False if there is
+        none."""
         self.unlaunched: list[mx.array] = []
-        """What writes in place returned that was not launched yet: nothing else would run them."""
+        """Results of in-place writes that were not launched yet. Nothing else would run them."""
         self.in_place = mx.default_device().type != mx.cpu
         self.zeroed = set[int]()
-        """Layers whose values the model sets to zeros after each call: it has no use for them."""
+        """Layers whose values the model zeroes after each call because it does not use them."""
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page, in all arrays that were made."""
+        """Bytes of a page, summed over all arrays made so far."""
         return sum(array.nbytes // self.pages for arrays in self.layers for array in arrays if array is not None)
 
     def set_size(self, pages: int) -> None:
-        """Have so many pages for rows and cached prefixes, all of them from now on: calls keep their shapes."""
+        """Set the number of pages for rows and cached prefixes and allocate them now, so that calls keep their shapes."""
         self.grow(pages + 1)
         self.sized = True
 
     def take(self, count: int) -> list[Page]:
-        """Pages that nobody holds. Raises MemoryError where memory does not do for them."""
+        """Free pages. Raises MemoryError if there is not enough memory."""
         if (missing := count - len(self.free)) > 0 and not self.sized:
             self.grow(self.pages + max(self.pages, missing))
         while len(self.free) < count and self.reclaim is not None and self.reclaim():
             pass
         if (missing := count - len(self.free)) > 0 and not self.grow(self.pages + missing):
-            raise MemoryError("memory does not do for more keys and values")
+            raise MemoryError("not enough memory for more keys and values")
         return [Page(self, self.free.pop()) for _ in range(count)]
 
     def grow(self, pages: int) -> bool:
-        """Have so many pages, if they are more. False where memory does not do for them."""
+        """Grow to `pages` pages. Returns False if there is not enough memory."""
         more = pages - self.pages
         if more <= 0:
             return True
-        # They would write to the arrays as they were.
+        # Pending writes would go to the old arrays.
         self.launch()
         largest = max((a.nbytes for arrays in self.layers for a in arrays if a is not None), default=0)
         if largest:
             needed = more * self.page_bytes + 2 * largest * pages // self.pages
             if needed > device.free_bytes():
-                log.warning("memory does not do for more than %d pages for keys and values", self.pages)
+                log.warning("KV cache limited to %d pages by available memory", self.pages)
                 self.sized = True
                 return False
-            log.info("%d pages for keys and values", pages)
+            log.info("KV cache grown to %d pages", pages)
         self.free[:0] = range(pages - 1, self.pages - 1, -1)
         self.pages = pages
         for i, arrays in enumerate(self.layers):
             grown = [
                 None if a is None else mx.concatenate([a, mx.zeros((more, *a.shape[1:]), a.dtype)]) for a in arrays
             ]
-            # One by one: all of them twice need not fit.
+            # One by one, because two copies of all arrays may not fit.
             device.wait([array for array in grown if array is not None])
             self.layers[i] = cast("Arrays", tuple(grown))
         return True
 
     def copies(self, blocks: Sequence[Page | PageBlock]) -> list[Block]:
-        """Copies, not computed, of what these blocks hold."""
+        """Uncomputed copies of the contents of these blocks."""
         self.launch()
         groups, arrays = self.groups or WHOLE, list[mx.array | None]()
         places = groups.places or [(0, i) for i in range(len(self.layers))]
@@ -188,7 +191,7 @@ class Pool:
         found = [Block({}, block.whole, block.reach) for block in blocks]
         for members in groups_of(arrays, [groups.windows[group] for group, _ in places]):
             held = [places[i // 2][0] for i in members]
-            # Groups of one window have the same blocks.
+            # Groups with the same window have the same blocks.
             pages = [(n, block.pages) for n, block in enumerate(blocks) if block.pages[held[0]] is not None]
             if not pages:
                 continue
@@ -200,7 +203,7 @@ class Pool:
         return found
 
     def fill(self, blocks: Sequence[Block]) -> list[Page | PageBlock]:
-        """Pages with the contents of these blocks; waits until they are written. Raises MemoryError."""
+        """Pages with the contents of these blocks. Waits until they are written. Raises MemoryError."""
         groups = self.groups or WHOLE
         held = [{groups.place(i // 2)[0] for members in block.arrays for i in members} for block in blocks]
         taken = iter(self.take(sum(map(len, held))))
@@ -226,7 +229,7 @@ class Pool:
         return [PageBlock(self, tuple(each), groups.reach) for each in pages]
 
     def zero_first(self) -> None:
-        """Set page 0 to zero: padding rows read there what they have written, and NaN would stay."""
+        """Zero page 0. Padding rows read what they have written there, and NaN would persist."""
         start, table = mx.zeros((1,), dtype=mx.int32), mx.zeros((1, 1), dtype=mx.int32)
         for i, (keys, values) in enumerate(self.layers):
             if keys is not None:
@@ -235,20 +238,20 @@ class Pool:
         self.launch()
 
     def launch(self) -> None:
-        """Launch writes in place. Nothing where all were."""
+        """Launch pending in-place writes, if any."""
         if self.unlaunched:
             device.launch(self.unlaunched)
             self.unlaunched.clear()
 
     def arrays(self) -> list[mx.array]:
-        """What has to be evaluated for all writes to be done."""
+        """The arrays that must be evaluated to complete all writes."""
         if not self.in_place:
             return [array for arrays in self.layers for array in arrays if array is not None]
         unlaunched, self.unlaunched = self.unlaunched, []
         return unlaunched
 
     def layer(self, index: int, keys: mx.array, values: mx.array | None) -> Arrays:
-        """The arrays of a layer, made where there are none for keys and values (B, heads, N, dims)."""
+        """The arrays of a layer, created on first use for keys and values (B, heads, N, dims)."""
         self.layers += [(None, None)] * (index + 1 - len(self.layers))
         if self.layers[index][0] is None:
             made = [None if each is None else self._new(each) for each in (keys, values)]
@@ -262,15 +265,15 @@ class Pool:
     def write(
         self, index: int, keys: mx.array, values: mx.array | None, starts: mx.array, table: mx.array
     ) -> mx.array | None:
-        """Write new keys and values of a layer, see `write_in_place`. Returns what that returns; None where the write made
-        other arrays."""
+        """Write new keys and values of a layer; see `write_in_place`. Returns its result, or None if the write replaced the
+        arrays."""
         mine, theirs = self.layer(index, keys, values)
         assert mine is not None
         if not self.in_place:
             after = None if theirs is None or values is None else scatter(theirs, values, starts, table)
             self.layers[index] = scatter(mine, keys, starts, table), after
             return None
-        # Of features there are keys alone: they are written twice.
+        # Features have keys only. They are written twice.
         both = (values, theirs) if values is not None and theirs is not None else (keys, mine)
         written = write_in_place(keys, both[0], mine, both[1], starts, table)
         if len(self.unlaunched) >= MOST_UNLAUNCHED:

@@ -1,10 +1,10 @@
 """Prefix cache: keys and values of prompts and answers, reused by requests whose prompts start with the same tokens.
 
-A cached prefix is a path of nodes in a tree. A node holds a block of BLOCK positions and is found under its parent by its
-tokens, without a hash, so that prefixes share blocks and none is confused with another. Texts of different salts
-(core.Prompt.cache_salt) are in trees of their own. Only prompt tokens and verified tokens are inserted. Blocks are pages that
-rows have filled, or copies, where rows are in rectangles. Those of the target can also be kept in files (`prefix_files`), from
-which they are read back into the tree.
+A cached prefix is a path of nodes in a tree. A node holds a block of BLOCK positions. It is found under its parent by its
+tokens, not by a hash, so prefixes share blocks and cannot be confused. Texts with different salts (core.Prompt.cache_salt) are
+in separate trees. Only prompt tokens and verified tokens are inserted. Blocks are the pages that rows have filled, or copies if
+rows are in rectangles. The target's blocks can also be kept in files (`prefix_files`), from which they are loaded into the
+tree.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from service.engine.kv.rectangles import Block
 from service.engine.strategy import PAGE
 
 BLOCK = PAGE
-"""Positions of a block. The rest of a prefix, less than a block, is prefilled again."""
+"""Positions of a block. The remainder of a prefix, less than a block, is prefilled again."""
 Held: TypeAlias = Page | PageBlock | Block
 """What a node holds of a block's positions."""
 
 
 class Owner(StrEnum):
-    """The model whose keys and values these are. `clear` those of the draft when another version of it serves."""
+    """The model that computed the keys and values. Use `clear` for the draft's when another version of it serves."""
 
     TARGET = "target"
     DRAFT = "draft"
@@ -40,8 +40,8 @@ class Owner(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A block, and what may follow it. A root has none. used: a number that grows with each use of any node. file: the one that
-    holds it too. salt: of the texts in its tree."""
+    """A block and its possible continuations. A root has no block. used: increases with every use of any node. file: the file
+    that also holds the block. salt: of the texts in this tree."""
 
     owner: Owner
     salt: str = ""
@@ -55,30 +55,30 @@ class Node:
 
 
 class PrefixCache:
-    """A tree for each owner and salt, at most `budget` bytes in all. Evicts the least recently used leaf first."""
+    """One tree per owner and salt, at most `budget` bytes in total. Evicts the least recently used leaf first."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.room: Callable[[], int] | None = None
-        """Bytes that rows in rectangles leave at the moment; None: at least `budget`."""
+        """Bytes that rows in rectangles currently leave free; None: at least `budget`."""
         self.nbytes = 0
         self._roots: dict[tuple[Owner, str], Node] = {}
-        """Of all trees that were asked for."""
+        """The roots of all trees used so far."""
         self._uncopied: list[list[mx.array]] = []
-        """By text."""
+        """Copies not computed yet, by text."""
         self._uses = 0
         self._order = {owner: OrderedDict[Node, None]() for owner in Owner}
-        """Least recently used first. Using a node uses its ancestors too, after it, so the first one is always a leaf."""
+        """Least recently used first. Using a node also uses its ancestors, after it, so the first node is always a leaf."""
         self.files: PrefixFiles | None = None
-        """Where blocks of the target are kept too; None: nowhere."""
+        """Where the target's blocks are also kept; None: in memory only."""
         self.tokens_read = 0
-        """Tokens whose blocks were read from files."""
+        """Tokens whose blocks were loaded from files."""
         self._unsaved: dict[Node, bool] = {}
-        """The ends of texts with blocks that are in no file. True: they were too few, when `save` saw them last."""
+        """The ends of texts with blocks that are in no file. True: `save` found too few of them last time."""
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """Every node of all owners but the roots, least recently used first."""
+        """Every node of all owners except the roots, least recently used first."""
         return tuple(sorted((node for order in self._order.values() for node in order), key=lambda node: node.used))
 
     def cached_length(self, owner: Owner, tokens: Sequence[int], salt: str = "") -> int:
@@ -87,7 +87,7 @@ class PrefixCache:
 
     def load(self, owner: Owner, texts: Sequence[Sequence[int]], cache: RowCache, salts: Sequence[str] = ()) -> None:
         """Load the longest cached prefix of each text into its row of an empty cache, with capacity for the longest text.
-        salts: of each text; none: no text has any."""
+        salts: of each text; empty: no text has a salt."""
         salted = zip(texts, salts or [""] * len(texts), strict=True)
         paths = [_usable(self._match(owner, tokens, salt)) for tokens, salt in salted]
         for path in paths:
@@ -100,8 +100,8 @@ class PrefixCache:
             cache.rewind([len(path) * BLOCK for path in paths])
 
     def insert(self, owner: Owner, tokens: Sequence[int], cache: RowCache, row: int = 0, salt: str = "") -> None:
-        """Insert blocks of BLOCK of `row`'s keys and values for `tokens`, those that are not cached yet, as many as the budget
-        allows; `copy` must follow. Does nothing for a model with recurrent layers, whose state cannot be cut into blocks."""
+        """Insert the blocks of `row` for `tokens` that are not cached yet, as many as the budget allows. `copy` must follow.
+        Does nothing for a model with recurrent layers, whose state cannot be split into blocks."""
         if cache.states:
             return
         count = min(len(tokens), cache.lengths.host[row]) // BLOCK
@@ -109,7 +109,7 @@ class PrefixCache:
         last = path[-1] if path else self._root(owner, salt)
         self._touch(last)
         size = cache.storage.block_bytes
-        # What was no longer held by the row that inserted it is by this one, perhaps.
+        # The row that inserted a block may have released pages that this row still holds.
         held = cache.storage.first_whole(row)
         start = next((i for i, node in enumerate(path) if i >= held and not _whole(node)), len(path))
         if start == count or not size:
@@ -139,7 +139,7 @@ class PrefixCache:
         blocks: Sequence[Held],
         file: File | None = None,
     ) -> Node:
-        """Append nodes for a text's blocks from number `start` on. Returns the last one."""
+        """Append nodes for a text's blocks, starting with block `start`. Returns the last node."""
         for number, block in enumerate(blocks, start):
             key = tuple(tokens[number * BLOCK : (number + 1) * BLOCK])
             last.children[key] = last = Node(last.owner, last.salt, key, last, block, block.nbytes, file=file)
@@ -148,8 +148,8 @@ class PrefixCache:
         return last
 
     def find(self, tokens: Sequence[int], speed: float | None, salt: str = "") -> list[Piece]:
-        """The pieces of files that hold what is not in memory of the target's blocks of a text; none where prefilling that is
-        faster. speed: tokens that are prefilled a second; None: not known."""
+        """The pieces of files that hold the target's blocks of a text that are not in memory. Empty if prefilling them is
+        faster. speed: prefilled tokens per second; None: not known."""
         if self.files is None:
             return []
         pieces = self.files.find(tokens, len(self._match(Owner.TARGET, tokens, salt)), salt)
@@ -157,19 +157,19 @@ class PrefixCache:
         return pieces if pieces and self.files.pays(count, speed) else []
 
     def reads_faster(self, speed: float | None) -> bool:
-        """Whether reading is faster than prefilling, as far as that is known. speed: as for `find`."""
+        """Whether loading is faster than prefilling, as far as that is known. speed: as for `find`."""
         return self.files is not None and self.files.faster(speed) is not False
 
     def read(self, tokens: Sequence[int], piece: Piece, cache: RowCache, salt: str = "") -> bool:
-        """Read a piece that `find` has found into the tree, as much of it as the budget allows. cache: of rows that are to load
-        it. False where the pieces behind it are of no use."""
+        """Load a piece returned by `find` into the tree, as much as the budget allows. cache: the rows that will load it.
+        Returns False if the pieces after it cannot be used."""
         assert self.files is not None
         started_at, tokens = time.perf_counter(), tokens[: piece.last * BLOCK]
         path = self._match(Owner.TARGET, tokens, salt)
         if len(path) == piece.last:
             return True
         last = path[-1] if path else self._root(Owner.TARGET, salt)
-        # Pages may have room that files do not need.
+        # Pages may have space that files do not need.
         size = max(self.files.block_bytes, cache.storage.block_bytes)
         self._touch(last)
         missing = piece.last - len(path)
@@ -180,7 +180,7 @@ class PrefixCache:
             blocks: Sequence[Held] = cache.storage.adopt(found)
         except MemoryError:
             return False
-        # Pages may have been taken out of the path itself.
+        # Blocks of the path itself may have been evicted to get pages.
         if self._match(Owner.TARGET, tokens, salt) != path:
             return False
         self._append(last, tokens, len(path), blocks, piece.file)
@@ -189,8 +189,8 @@ class PrefixCache:
         return fit == missing
 
     def save(self, least: int = 1) -> bool:
-        """Write a file with the next blocks of a text that are in none, where they are `least` tokens or more and the text has
-        LEAST. Returns whether there were any. With least > 1 texts that had too few are not looked at again until they have
+        """Write one file with the next unsaved blocks of a text, if they hold at least `least` tokens and the text has at least
+        LEAST. Returns whether a file was due. With least > 1, texts with too few unsaved tokens are skipped until they have
         grown."""
         if self.files is None:
             return False
@@ -211,8 +211,8 @@ class PrefixCache:
         return False
 
     def _write(self, end: Node, path: Sequence[Node], first: int) -> None:
-        """Write the blocks of a path from number `first` on, unless files have them: prompts are prefilled anew where that is
-        faster."""
+        """Write the blocks of a path from block `first` on, unless files already hold them: prompts are prefilled again where
+        that is faster than loading."""
         assert self.files is not None
         tokens = [token for node in path for token in node.tokens]
         if found := self.files.find(tokens, first, end.salt):
@@ -220,14 +220,14 @@ class PrefixCache:
         else:
             file = self.files.write(tokens, copies([node.block for node in path[first:]]), _files(path), end.salt)
         if file is None:
-            # Trying again would mean to remove what was written just before.
+            # Do not retry. Retrying would remove files that were written just before.
             del self._unsaved[end]
         for node in path[first:]:
             node.file = file
 
     def discard(self, tokens: Sequence[int], salt: str = "") -> None:
-        """Drop what is cached of a failed request's text: the blocks that no other text continues, and all from the first one
-        on whose values are not finite. One host sync for each owner."""
+        """Drop what is cached of a failed request's text: the blocks that no other text continues, and everything from the
+        first block with non-finite values on. One host sync per owner."""
         for owner in Owner:
             path = self._match(owner, tokens, salt)
             sound = _finite(path)
@@ -242,17 +242,17 @@ class PrefixCache:
                 self._drop(node)
 
     def forget(self) -> None:
-        """Drop every block of all owners, in memory and in files: texts that begin alike share blocks, and no block says whose
-        it is."""
+        """Drop every block of all owners, in memory and in files. Texts with a common prefix share blocks, and blocks do not
+        record their origin."""
         for owner in Owner:
             self.clear(owner)
         if self.files is not None:
             self.files.forget()
 
     def reclaim(self, pool: Pool) -> bool:
-        """Take the least recently used block in a pool's pages out. False where there is none."""
+        """Evict the least recently used block that holds pages of this pool. Returns False if there is none."""
         for order in self._order.values():
-            # All pages of an owner are of one pool.
+            # All pages of an owner belong to one pool.
             first = next(iter(order), None)
             if first is not None and isinstance(first.block, Page | PageBlock) and first.block.pool is pool:
                 self._drop(first)
@@ -260,8 +260,8 @@ class PrefixCache:
         return False
 
     def copy(self, *, wait: bool = True) -> None:
-        """Compute copies that were inserted: one that is not keeps the whole batch's arrays alive. wait: False where what is
-        under way on the device must not be waited for."""
+        """Compute the inserted copies; an uncomputed copy keeps the arrays of the whole batch alive. wait: False to not wait
+        for pending work on the device."""
         texts, self._uncopied = self._uncopied, []
         if texts:
             (device.wait if wait else device.launch)(texts)
@@ -274,11 +274,11 @@ class PrefixCache:
             self._drop_all(dropped)
 
     def _drop_all(self, dropped: list[Node]) -> None:
-        """Drop these nodes, which have left their parents, and what hangs behind them."""
+        """Drop these nodes, already removed from their parents, and all their descendants."""
         while dropped:
             node = dropped.pop()
             dropped.extend(node.children.values())
-            # Parents and children refer to each other: without this they would live until the garbage collector runs.
+            # Break the reference cycle between parents and children, which would otherwise live until garbage collection.
             node.children.clear()
             self._order[node.owner].pop(node)
             self._unsaved.pop(node, None)
@@ -299,7 +299,7 @@ class PrefixCache:
         return path
 
     def _touch(self, node: Node) -> None:
-        """Mark a node and its ancestors as used now, ancestors last."""
+        """Mark a node and its ancestors as just used, ancestors last."""
         while node.parent is not None:
             order = self._order[node.owner]
             order[node] = None
@@ -319,7 +319,7 @@ class PrefixCache:
         return max(limit - self.nbytes, 0)
 
     def shrink(self, limit: int) -> None:
-        """Evict the least recently used blocks until no more than `limit` bytes are held."""
+        """Evict the least recently used blocks until at most `limit` bytes are held."""
         while self.nbytes > limit and (oldest := self._oldest()) is not None:
             self._drop(oldest)
 
@@ -338,7 +338,7 @@ class PrefixCache:
 
 
 def _path(node: Node) -> list[Node]:
-    """The nodes up to this one, without the root."""
+    """The nodes from the root, which is left out, to this node."""
     path: list[Node] = []
     while node.parent is not None:
         path.append(node)
@@ -347,7 +347,7 @@ def _path(node: Node) -> list[Node]:
 
 
 def _finite(path: Sequence[Node]) -> int:
-    """How many blocks of a path, from its first on, have finite values alone."""
+    """The number of leading blocks of a path whose values are all finite."""
     if not path:
         return 0
     flags = [
@@ -359,23 +359,24 @@ def _finite(path: Sequence[Node]) -> int:
 
 
 def _files(path: Sequence[Node]) -> list[File]:
-    """The files of a path, in its order."""
+    """The files of a path, in order."""
     return list(dict.fromkeys(node.file for node in path if node.file is not None))
 
 
 def copies(blocks: Sequence[Held | None]) -> list[Block]:
-    """What blocks of one owner hold, apart from any pool."""
+    """Copies of the contents of blocks of one owner, independent of any pool."""
     pages = [block for block in blocks if isinstance(block, Page | PageBlock)]
     return pages[0].pool.copies(pages) if pages else [block for block in blocks if isinstance(block, Block)]
 
 
 def _whole(node: Node) -> bool:
-    """Whether a node holds all layers: without the last positions before its end, one with a sliding window cannot go on."""
+    """Whether a node holds all layers. A layer with a sliding window cannot continue without the last positions before its
+    end."""
     return node.block is None or node.block.whole
 
 
 def _usable(path: list[Node]) -> list[Node]:
-    """The longest part of a path at whose end all layers hold what a window sees."""
+    """The longest part of a path that can be continued: at its end, all layers hold what a window sees."""
     while path:
         reach = 0 if path[-1].block is None else path[-1].block.reach
         gap = next((i for i in range(len(path) - 1, max(len(path) - reach, 0) - 1, -1) if not _whole(path[i])), None)

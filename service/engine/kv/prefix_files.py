@@ -1,9 +1,9 @@
-"""The prefix cache on disk: blocks of the target's keys and values in files, for the server's next start.
+"""The prefix cache on disk: the target's keys and values in files that outlive the server process.
 
-A file holds up to FILE_BLOCKS blocks that follow each other in a text, each of their arrays as a tensor of its own: a block
-that is read needs no copy, and may lack layers whose window had passed. Its metadata say what the blocks are of (model,
-shapes), their tokens, and the hash of the text's salt and all tokens before them, by which it is found whether or not those
-before it are in files. At a start headers are read and no tensors.
+A file holds up to FILE_BLOCKS consecutive blocks of a text, with a separate tensor for each array, so loading a block needs no
+copy and a block may lack layers whose window has passed it. The metadata record the model and shapes, the tokens, and the hash
+of the text's salt and all preceding tokens. A file is found by this hash, whether or not the preceding blocks are in files. At
+start-up only headers are read.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from service.engine.strategy import PAGE
 log = logging.getLogger(__name__)
 
 FORMAT = 2
-"""Of the files. Those of another are not read."""
+"""File format version. Files of other versions are ignored."""
 FILE_BLOCKS = 64
-"""Blocks of a file, at most. It is read or written between two rounds, like a prefill chunk of as many positions."""
+"""Maximum blocks of a file. A file is loaded or written between two rounds, like a prefill chunk of as many positions."""
 LEAST = 512
-"""Tokens that are read while it is not known whether prefilling them is faster, and of a text that is written, at least."""
+"""Minimum tokens that are loaded while it is unknown whether prefilling them is faster, and minimum tokens of a text that is
+written."""
 PROBE = 8
-"""Where prefilling is faster, a file is read of every so many-th prompt all the same: a disk that was slow need not stay so."""
+"""If prefilling is faster, a file is still loaded for every PROBE-th prompt, because a slow disk may become faster."""
 KEPT = 0.75
-"""Share of earlier calls' weight in a speed that a further call leaves."""
+"""Weight that earlier calls keep in a speed when a call is added."""
 NAMES, PART = "prefix-*.safetensors", ".part.safetensors"
 ITEM = PAGE * 4
 """Bytes of a block's tokens."""
@@ -46,13 +47,13 @@ ITEM = PAGE * 4
 
 @dataclass(slots=True)
 class Speed:
-    """Units a second, of the latest calls above all."""
+    """Units per second, weighted towards the latest calls."""
 
     units: float = 0.0
     seconds: float = 0.0
 
     def observe(self, units: float, seconds: float) -> None:
-        """A call over so many units took `seconds`."""
+        """Record a call that processed `units` in `seconds`."""
         self.units = KEPT * self.units + units
         self.seconds = KEPT * self.seconds + seconds
 
@@ -64,8 +65,8 @@ class Speed:
 
 @dataclass(slots=True, eq=False)
 class File:
-    """A file in the folder. size: bytes. used: nanoseconds, its time of modification. before: the hash of all tokens before its
-    own. sums: by block, of each of its arrays."""
+    """A file in the folder. size: bytes. used: modification time in nanoseconds. before: the hash of all tokens before the
+    file's first. sums: by block, a checksum of each of its arrays."""
 
     path: Path
     size: int
@@ -86,18 +87,18 @@ class Piece:
 
 
 class PrefixFiles:
-    """The files of one model in a folder: at most `cap` bytes, with those of other models that lie there, of which the least
-    recently used go first. model: identifies the model. block: a whole one of its blocks, for the layout. Raises OSError where
-    the folder cannot be used."""
+    """The files of one model in a folder. Together with files of other models in that folder they take at most `cap` bytes; the
+    least recently used are removed first. model: identifies the model. block: a whole block of the model, which defines the
+    layout. Raises OSError if the folder cannot be used."""
 
     def __init__(self, folder: Path, cap: int, model: str, block: Block) -> None:
         self.folder = folder
         self.cap = cap
         self.nbytes = 0
-        """Of all files."""
+        """Bytes of all files."""
         self.block_bytes = block.nbytes
         self.speed = Speed()
-        """Bytes a second that are read; before that, that the first file was written with."""
+        """Bytes loaded per second; until the first load, the speed at which the first file was written."""
         self._read_once = False
         self._declined = 0
         self._like = block
@@ -106,7 +107,7 @@ class PrefixFiles:
         self._files: dict[Path, File] = {}
         self._ours: dict[str, list[File]] = {}
         """By `before`."""
-        # One that exists may be another's too: it is left as it is.
+        # An existing folder may be shared, so its permissions are left alone.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for path in folder.glob(f".*{PART}"):
             path.unlink(missing_ok=True)
@@ -114,16 +115,16 @@ class PrefixFiles:
             try:
                 self._add(path, _metadata(path))
             except OSError as error:
-                log.warning("%s is left out: %s", path, error)
+                log.warning("ignoring %s: %s", path, error)
             except (ValueError, LookupError, TypeError, AttributeError) as error:
-                log.warning("%s is damaged and removed: %s", path, error)
+                log.warning("removing damaged file %s: %s", path, error)
                 path.unlink(missing_ok=True)
-        # The cap may have become smaller.
+        # The cap may have been lowered.
         self._make_room(0, ())
 
     def find(self, tokens: Sequence[int], have: int, salt: str = "") -> list[Piece]:
-        """The pieces that hold the text's blocks from number `have` on, as far as they follow each other. salt: of the
-        text; what was written with another is not found."""
+        """The pieces that hold the text's consecutive blocks from block `have` on. salt: of the text; files written with
+        another salt are not found."""
         text, digest, pieces = _bytes(tokens), sha256(salt.encode()), list[Piece]()
         end, best = have, (0, None, 0)
         if not self._ours:
@@ -142,7 +143,8 @@ class PrefixFiles:
         return pieces
 
     def pays(self, tokens: int, prefill: float | None) -> bool:
-        """Whether to read so many tokens' blocks rather than to prefill them. prefill: tokens a second; None: not known."""
+        """Whether to load the blocks of this many tokens instead of prefilling them. prefill: tokens per second; None: not
+        known."""
         faster = self.faster(prefill)
         if faster:
             return True
@@ -150,33 +152,33 @@ class PrefixFiles:
         return tokens >= LEAST and (faster is None or self._declined % PROBE == 0)
 
     def faster(self, prefill: float | None) -> bool | None:
-        """Whether reading is faster than prefilling so many tokens a second; None: not known."""
+        """Whether loading is faster than prefilling at this many tokens per second; None: not known."""
         read = self.speed.value
         return None if read is None or prefill is None else self.block_bytes * prefill < read * PAGE
 
     def read(self, piece: Piece, first: int, count: int) -> list[Block] | None:
-        """So many blocks of a piece from the text's block `first` on, computed; None where they are not to be had. A file that
-        is damaged is removed."""
+        """`count` blocks of a piece from the text's block `first` on, computed. None if they are not available. A damaged file
+        is removed."""
         file, place = piece.file, first - piece.start
         if file.path not in self._files:
             return None
         try:
             if file.path.stat().st_size != file.size:
                 raise ValueError("its size has changed")
-            # Read by the CPU's threads: on CUDA's own stream arrays are read one after another, which takes 2.5 times as long.
+            # Loaded on the CPU's threads. On CUDA's stream arrays load one after another, which takes 2.5 times as long.
             found = cast("dict[str, mx.array]", mx.load(str(file.path), stream=mx.cpu))
             blocks = [self._block(found, number) for number in range(place, place + count)]
-            # MLX does not say that it could not read: only what was read can.
+            # MLX does not report read errors, so check the contents.
             if _sums(blocks) != file.sums[place : place + count]:
                 raise ValueError("its contents have changed")
         except (OSError, ValueError, LookupError, RuntimeError) as error:
-            log.warning("%s is damaged and removed: %s", file.path, error)
+            log.warning("removing damaged file %s: %s", file.path, error)
             self._remove(file)
             return None
         return blocks
 
     def _block(self, found: Mapping[str, mx.array], number: int) -> Block:
-        """A file's block. Of a layer whose window had passed there is nothing. Raises ValueError."""
+        """A block of a file, without the layers whose window has passed it. Raises ValueError."""
         arrays: dict[Members, mx.array] = {}
         for group, (members, like) in enumerate(self._like.arrays.items()):
             if (each := found.get(f"{number}.{group}")) is not None:
@@ -186,7 +188,7 @@ class PrefixFiles:
         return Block(arrays, len(arrays) == len(self._like.arrays), self._like.reach)
 
     def observe_read(self, nbytes: int, seconds: float) -> None:
-        """Reading so many bytes into the cache took `seconds`."""
+        """Record that loading `nbytes` bytes into the cache took `seconds`."""
         if not self._read_once:
             self._read_once, self.speed = True, Speed()
         self.speed.observe(nbytes, seconds)
@@ -194,8 +196,8 @@ class PrefixFiles:
     def write(
         self, tokens: Sequence[int], blocks: Sequence[Block], before: Sequence[File], salt: str = ""
     ) -> File | None:
-        """Write the last blocks of a text. before: the files with those before them, which are not removed for it. None where
-        there is no room, or it cannot be written."""
+        """Write the last blocks of a text. before: the files with the preceding blocks, which are not removed to free space.
+        Returns None if there is not enough space or the file cannot be written."""
         text = _bytes(tokens)
         cut = len(text) - len(blocks) * ITEM
         metadata = {
@@ -208,7 +210,7 @@ class PrefixFiles:
         part = self.folder / f".{path.stem}{PART}"
         groups = {members: group for group, members in enumerate(self._like.arrays)}
         named = {f"{n}.{groups[m]}": each for n, block in enumerate(blocks) for m, each in block.arrays.items()}
-        # The header takes some hundred bytes for each array.
+        # The header takes a few hundred bytes per array.
         size = sum(block.nbytes for block in blocks) + 256 * len(named) + 2 * len(text)
         self.use(before)
         if not self._make_room(size, before):
@@ -220,7 +222,7 @@ class PrefixFiles:
             os.replace(part, path)
             file = self._add(path, metadata)
         except (OSError, RuntimeError) as error:
-            log.warning("a cached prefix cannot be written to %s: %s", self.folder, error)
+            log.warning("cannot write a cached prefix to %s: %s", self.folder, error)
             with suppress(OSError):
                 part.unlink(missing_ok=True)
             return None
@@ -230,11 +232,11 @@ class PrefixFiles:
         return file
 
     def has(self, file: File) -> bool:
-        """Whether it was not removed since."""
+        """Whether the file has not been removed."""
         return file.path in self._files
 
     def use(self, files: Sequence[File]) -> None:
-        """Mark the files of a text as used now, the first of them last: without them the others cannot be used."""
+        """Mark the files of a text as just used. The first file is marked last, because the others are useless without it."""
         now = time.time_ns()
         for number, file in enumerate(reversed(files)):
             file.used = now + number
@@ -242,7 +244,7 @@ class PrefixFiles:
                 os.utime(file.path, ns=(file.used, file.used))
 
     def forget(self) -> None:
-        """Remove every file in the folder, those of other models too. Raises OSError."""
+        """Remove every file in the folder, including those of other models. Raises OSError."""
         for file in list(self._files.values()):
             self._discard(file)
         remove_files(self.folder)
@@ -260,7 +262,7 @@ class PrefixFiles:
         return file
 
     def _make_room(self, size: int, keep: Sequence[File]) -> bool:
-        """Remove the least recently used files, but for these, until `size` bytes more fit."""
+        """Remove the least recently used files, except `keep`, until `size` more bytes fit."""
         for file in sorted(self._files.values(), key=lambda file: file.used):
             if self.nbytes + size <= self.cap:
                 break
@@ -284,7 +286,7 @@ class PrefixFiles:
 
 
 def remove_files(folder: Path) -> None:
-    """Remove all cached prefixes in a folder, whatever model they are of. Raises OSError."""
+    """Remove all cached prefixes in a folder, whatever their model. Raises OSError."""
     for pattern in (NAMES, f".*{PART}"):
         for path in folder.glob(pattern):
             path.unlink(missing_ok=True)
@@ -295,7 +297,7 @@ def _bytes(tokens: Sequence[int]) -> bytes:
 
 
 def _common(one: bytes, other: bytes) -> int:
-    """Blocks of tokens with which both begin."""
+    """Number of leading blocks of tokens that both have in common."""
     count = min(len(one), len(other)) // ITEM
     if one[: count * ITEM] == other[: count * ITEM]:
         return count
@@ -303,28 +305,28 @@ def _common(one: bytes, other: bytes) -> int:
 
 
 def _sums(blocks: Sequence[Block]) -> list[list[int]]:
-    """The sum of each array's 32-bit words, modulo 2**32. Waits for them."""
+    """The sum of each array's 32-bit words, modulo 2**32. Waits for the arrays."""
     sums = [each.reshape(-1).view(mx.uint32).sum() for block in blocks for each in block.arrays.values()]
     found = iter(device.read(mx.stack(sums))[0].tolist() if sums else [])
     return [[int(next(found)) for _ in block.arrays] for block in blocks]
 
 
 def _name(metadata: dict[str, str]) -> str:
-    """Of a file with these metadata: one whose tokens or sums were damaged has another."""
+    """The name of a file with these metadata. Damaged tokens or sums no longer match it."""
     digest = sha256("\n".join(metadata[name] for name in ("key", "before", "tokens", "sums")).encode())
     return f"prefix-{digest.hexdigest()}.safetensors"
 
 
 def _metadata(path: Path) -> dict[str, str]:
-    """Of a whole file. Raises ValueError, LookupError, TypeError or AttributeError for a damaged one."""
+    """The metadata of a complete file. Raises ValueError, LookupError, TypeError or AttributeError for a damaged one."""
     with path.open("rb") as file:
         size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
         if length > size:
-            raise ValueError("its header is cut")
+            raise ValueError("its header is truncated")
         header = cast("dict[str, dict[str, Any]]", json.loads(file.read(length)))
     metadata = cast("dict[str, str]", header.pop("__metadata__"))
     if size != 8 + length + max((each["data_offsets"][1] for each in header.values()), default=0):
-        raise ValueError("it is cut")
+        raise ValueError("it is truncated")
     if path.name != _name(metadata):
         raise ValueError("its metadata have changed")
     return metadata

@@ -11,15 +11,16 @@ from service.engine.strategy import current
 
 
 class RectangleLayer(RowLayer):
-    """One layer's keys and values, (R, heads, capacity, dims) each, R at least the batch's rows; heads and dims may differ
-    between the two."""
+    """One layer's keys and values, (R, heads, capacity, dims) each, with R at least the number of rows in the batch. Heads and
+    dims may differ between keys and values."""
 
     def __init__(self, lengths: Lengths, window: int | None) -> None:
         super().__init__(lengths, window)
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
         self.most = 0
-        """Positions of a row that are held at most, a multiple of PAGE: position p is in slot p modulo it. 0: all are held."""
+        """Maximum positions of a row that are held, a multiple of PAGE. Position p is in slot p modulo this value. 0: all are
+        held."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """See RowLayer."""
@@ -29,7 +30,7 @@ class RectangleLayer(RowLayer):
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """See RowLayer: views, as wide as the longest row, or all that is held."""
+        """See RowLayer. Views as wide as the longest row, or as what is held."""
         assert self.keys is not None and self.values is not None
         rows, top = len(self.lengths.host), self.lengths.longest + self.ahead
         return self.keys[:rows, :, :top], self.values[:rows, :, :top]
@@ -89,25 +90,25 @@ class RectangleLayer(RowLayer):
     # ------------------------------------------------------ otherwise in a layer with a window (`window_layer`)
 
     def settle(self) -> None:
-        """Have everything in `keys` and `values`. Only while nothing was written behind the lengths."""
+        """Move everything into `keys` and `values`. Only while nothing was written past the lengths."""
 
     def capacity(self, positions: int) -> int:
-        """Positions of a buffer for rows of so many."""
+        """Positions to allocate for rows of this many positions."""
         return current().capacity(positions)
 
     def first_held(self, row: int) -> int:
-        """The first position of a row from which on all are there."""
+        """The first position of a row from which on all positions are held."""
         return 0
 
     def span(self, row: int, start: int, end: int) -> tuple[mx.array | None, mx.array | None]:
-        """Keys and values (1, heads, end - start, dims) of a row's positions, views where they can be."""
+        """Keys and values (1, heads, end - start, dims) of a row's positions, as views where possible."""
         keys, values = (
             None if each is None else each[row : row + 1, :, start:end] for each in (self.keys, self.values)
         )
         return keys, values
 
     def zero_tail(self, row: int, start: int) -> None:
-        """Set what is behind a row's position `start` to zero: attention gives it no weight, but zero times NaN is NaN."""
+        """Zero a row from position `start` on: attention gives it zero weight, but zero times NaN is NaN."""
         for array in (self.keys, self.values):
             if array is not None:
                 array[row, :, start:] = 0

@@ -1,7 +1,7 @@
 """Keys and values of a batch as rectangles: one buffer for the keys of a layer and one for its values (`buffers`).
 
-Rows are left-aligned: row b has positions 0 .. lengths[b]-1; slots after them hold garbage, which the mask hides and the next
-write overwrites. Layers with a sliding window hold their last positions alone (`window_layer`).
+Rows are left-aligned: row b has positions 0 .. lengths[b]-1. Later positions hold garbage, which the mask hides and the next
+write overwrites. Layers with a sliding window hold only their last positions (`window_layer`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ Members: TypeAlias = tuple[int, ...]
 @dataclass(slots=True, eq=False)
 class Block:
     """Copies of the keys and values of PAGE positions: an array (members, heads, PAGE, dims) for each group of layers. whole:
-    for all of them; else some had only later positions. reach: blocks at the end of a cached prefix that have to be whole."""
+    all layers are present; otherwise some held only later positions. reach: blocks at the end of a cached prefix that must be
+    whole."""
 
     arrays: dict[Members, mx.array]
     whole: bool = True
@@ -39,15 +40,16 @@ class Block:
 
 
 class Parts:
-    """Computes new buffers PART bytes at a time, so that the arrays they replace are freed before the next ones are made. The
-    last part is left to the call that uses it: small batches wait for nothing."""
+    """Computes new buffers in parts of PART bytes, so that the arrays they replace are freed before the next are made. The last
+    part is left to the call that uses it, so small batches do not wait."""
 
     def __init__(self) -> None:
         self._arrays: list[mx.array] = []
         self._nbytes = 0
 
     def add(self, arrays: Sequence[mx.array | None]) -> None:
-        """Take the new buffers of a layer, and compute those added before where both together exceed a part."""
+        """Add the new buffers of a layer. If they exceed a part together with earlier ones, the earlier ones are computed
+        first."""
         new = [array for array in arrays if array is not None]
         size = sum(array.nbytes for array in new)
         if self._arrays and self._nbytes + size > PART:
@@ -65,13 +67,13 @@ class Rectangles:
         self.layers: list[RectangleLayer] = []
 
     def layer(self, window: int | None) -> RectangleLayer:
-        """One more layer."""
+        """Add a layer."""
         self.layers.append(RectangleLayer(self.lengths, None) if window is None else WindowLayer(self.lengths, window))
         return self.layers[-1]
 
     def join(self, others: Sequence[Rectangles], counts: Sequence[int], slots: Sequence[int], size: int) -> None:
-        """Move the first counts[i] rows of each of these into these slots of `size` rows. The others lose their arrays, one
-        layer after the other, so that rows exist twice in a part of the layers alone."""
+        """Move the first counts[i] rows of each of these into the given slots of `size` rows. The others lose their arrays
+        layer by layer, so only a part of the layers exists twice at a time."""
         each, rows = [self, *others], [len(self.lengths.host), *counts]
         for one in each:
             one.settle()
@@ -88,8 +90,8 @@ class Rectangles:
                 parts.add(mine.both)
 
     def make_room(self, positions: int) -> None:
-        """Give every row capacity for so many positions. Old and new buffers exist side by side for one part of the layers
-        (`PART`) at a time. Where all layers are one part, nothing is done: each grows in the call that writes to it."""
+        """Give every row capacity for `positions`. Old and new buffers coexist for one part of the layers (`PART`) at a time.
+        If all layers are one part, nothing is done: each layer then grows in the call that writes to it."""
         if self.nbytes <= PART:
             return
         parts = Parts()
@@ -102,16 +104,16 @@ class Rectangles:
                 parts.add(layer.both)
 
     def settle(self) -> None:
-        """See RectangleLayer. Before the rows are others."""
+        """See RectangleLayer. Call before the rows change."""
         for layer in self.layers:
             layer.settle()
 
     def pad(self, rows: Collection[int]) -> None:
-        """Make padding of these rows: their contents no longer matter."""
+        """Turn these rows into padding; their contents no longer matter."""
         self.settle()
 
     def copy_moved(self, rows: Sequence[int], *, tight: bool) -> list[mx.array | None]:
-        """What `compact` needs computed."""
+        """The arrays that must be computed before `compact`."""
         self.settle()
         tight = tight or self._moves_much(rows)
         return [
@@ -121,7 +123,7 @@ class Rectangles:
         ]
 
     def compact(self, rows: Sequence[int], copies: Sequence[mx.array | None], *, tight: bool) -> None:
-        """Keep these rows, in this order. copies: of `copy_moved`, computed. tight: without spare slots and positions."""
+        """Keep these rows, in this order. copies: from `copy_moved`, computed. tight: without spare slots and positions."""
         tight, parts = tight or self._moves_much(rows), Parts()
         for i, layer in enumerate(self.layers):
             shapes, moved = _shapes(layer), copies[2 * i : 2 * i + 2]
@@ -132,12 +134,13 @@ class Rectangles:
                 parts.add(layer.both)
 
     def _moves_much(self, rows: Sequence[int]) -> bool:
-        """Whether copies of the rows that change slots exceed a part: smaller buffers are then made instead, layer by layer."""
+        """Whether copies of the rows that change slots exceed a part. If so, smaller buffers are made layer by layer
+        instead."""
         moved = sum(row != slot for slot, row in enumerate(rows))
         return moved * self.nbytes > PART * max(self.slots, 1)
 
     def clear(self, row: int) -> None:
-        """Nothing: what a row held is overwritten."""
+        """Nothing to do: what a row held is overwritten."""
 
     def zero_tail(self, row: int, start: int) -> None:
         """See RectangleLayer."""
@@ -146,12 +149,12 @@ class Rectangles:
             layer.zero_tail(row, start)
 
     def arrays(self) -> list[mx.array]:
-        """What has to be evaluated for the rows' contents to be there."""
+        """The arrays that must be evaluated to compute the rows' contents."""
         return [each for layer in self.layers for each in layer.both if each is not None]
 
     @property
     def slots(self) -> int:
-        """Rows for which there are keys and values, spare ones among them."""
+        """Rows for which there are keys and values, including spare rows."""
         return max((each.shape[0] for each in self.arrays()), default=0)
 
     @property
@@ -165,10 +168,10 @@ class Rectangles:
         return sum(layer.position_bytes * PAGE for layer in self.layers)
 
     def blocks(self, row: int, start: int, count: int) -> list[Block]:
-        """Copies, not computed, of so many blocks of a row from the one numbered `start` on, for the prefix cache."""
+        """Uncomputed copies of `count` blocks of a row from block `start` on, for the prefix cache."""
         at_once = max(PART // max(self.block_bytes, 1), 1)
         if count > at_once:
-            # Computed in parts: the array from which blocks are cut exists beside them.
+            # Compute in parts, because the array from which blocks are cut exists at the same time.
             blocks = self._blocks(row, start, at_once)
             device.wait([list(block.arrays.values()) for block in blocks])
             return blocks + self.blocks(row, start + at_once, count - at_once)
@@ -186,21 +189,21 @@ class Rectangles:
                 if whole is None or at < first:
                     block.whole = False
                 else:
-                    # A block by itself: parts of one array would live until the last of them was evicted.
+                    # Copy each block, because views of one array would keep all of it alive until the last block is evicted.
                     block.arrays[members] = _copy([whole[:, :, at - first : at - first + PAGE]])
         return blocks
 
     def first_whole(self, row: int) -> int:
-        """The number of a row's first block from which on all layers hold all blocks."""
+        """The first block of a row from which on all layers hold all blocks."""
         return -(-max((layer.first_held(row) for layer in self.layers), default=0) // PAGE)
 
     def adopt(self, blocks: list[Block]) -> list[Block]:
-        """Blocks that `load` takes, made of blocks that were read."""
+        """Blocks for `load`, made of blocks that were read from files."""
         return blocks
 
     def load(self, paths: Sequence[Sequence[Block]], positions: int) -> None:
-        """Set the keys and values of empty rows to these blocks, a path for each row, with capacity for `positions`. Of each
-        path the last `reach` blocks must be whole."""
+        """Set the keys and values of empty rows to these blocks, one path per row, with capacity for `positions`. The last
+        `reach` blocks of each path must be whole."""
         like = next(path[-1] for path in paths if path)
         for members, array in like.arrays.items():
             width = self.layers[members[0] // 2].capacity(max(positions, self.lengths.reserved))
@@ -214,7 +217,7 @@ class Rectangles:
                     layer.keys = whole
 
     def window_bytes(self) -> dict[int, int]:
-        """By how many positions a row holds at most: bytes of one of them in the layers that hold no more."""
+        """By the maximum positions that a row holds: bytes of one position in the layers with that maximum."""
         found: dict[int, int] = {}
         for layer in self.layers:
             if isinstance(layer, WindowLayer):
@@ -238,7 +241,7 @@ def _shapes(layer: RectangleLayer) -> list[tuple[int, ...] | None]:
 
 
 def groups_of(arrays: Sequence[mx.array | None], windows: Sequence[int | None]) -> list[Members]:
-    """Those of these arrays, (n, heads, positions, dims) each, that have the same shape and window. windows: by layer."""
+    """Groups the arrays, (n, heads, positions, dims) each, that have the same shape and window. windows: by layer."""
     found: dict[tuple[object, ...], list[int]] = {}
     for index, array in enumerate(arrays):
         # Layers that share another layer's keys and values have none.
@@ -260,5 +263,5 @@ def _row(blocks: Sequence[mx.array | None], place: int, like: mx.array, width: i
 
 
 def _copy(parts: Sequence[mx.array]) -> mx.array:
-    # Concatenating a single part would return a view of it; an empty second part forces a copy.
+    # Concatenating a single part would return a view of it. An empty second part forces a copy.
     return mx.concatenate([*parts, parts[0][:0]])

@@ -1,8 +1,8 @@
-"""Recurrent states of a batch, which can be restored to before a rejected token.
+"""Recurrent states of a batch that can be restored to before a rejected token.
 
-A recurrent state cannot be truncated by position. But the state before a verify call is an array that nobody overwrites, and a
-layer's new state depends only on that and on the layer's own input. So the modules that update a state record their inputs, and
-a row that keeps some of its tokens gets its state by running these modules, not the whole model, on those tokens again.
+A recurrent state cannot be truncated by position. But the state before a verification call is still available as an array, and
+a layer's new state depends only on that array and the layer's input. The modules that update a state therefore record their
+inputs. To keep only some of a row's tokens, these modules, not the whole model, run again on those tokens.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class Call:
 
     @property
     def inputs(self) -> mx.array:
-        """Token ids (B, N) or hidden states (B, N, hidden): the first array argument, in every family."""
+        """Token ids (B, N) or hidden states (B, N, hidden): the first array argument in every model family."""
         return next(a for a in (*self.positional, *self.named.values()) if isinstance(a, mx.array))
 
 
 class StateLayer(ArraysCache):
     """The recurrent state of one layer: an array (B, ...) in each slot, None before the first token.
 
-    `cache`: the state after all tokens so far. `committed`: the state before the recorded `calls`. In a ragged call the padding
-    behind a row's own tokens enters its state too, until `truncate` removes it.
+    `cache`: the state after all tokens so far. `committed`: the state before the recorded `calls`. In a ragged call, the
+    padding after a row's tokens enters its state until `truncate` removes it.
     """
 
     def __init__(self, size: int) -> None:
@@ -46,16 +46,18 @@ class StateLayer(ArraysCache):
         self.commit()
 
     def commit(self) -> None:
-        """Keep the state as it is: it cannot be restored to an earlier one any more."""
+        """Commit the current state. It can no longer be restored to an earlier one."""
         self.committed: list[mx.array | None] = list(self.cache)
         self.calls: list[Call] = []
 
     @property
     def uncommitted(self) -> int:
-        """Tokens of each row since the last commit. Raises PairError where no module of the layer recorded them."""
+        """Tokens of each row since the last commit. Raises PairError if no module of the layer recorded them."""
         if not self.calls:
             if any(now is not then for now, then in zip(self.cache, self.committed, strict=True)):
-                raise PairError("no layer of its own takes its recurrent state, which cannot be rolled back")
+                raise PairError(
+                    "no module takes its recurrent state as an argument, so the state cannot be rolled back"
+                )
             return 0
         first = self.calls[0].module
         return sum(call.inputs.shape[1] for call in self.calls if call.module is first)
@@ -96,7 +98,7 @@ class StateLayer(ArraysCache):
         self.commit()
 
     def clear(self) -> None:
-        """Drop the state: its rows have joined another batch."""
+        """Drop the state after its rows have joined another batch."""
         self.cache = [None] * len(self.cache)
         self.commit()
 
@@ -107,11 +109,11 @@ class StateLayer(ArraysCache):
 
 
 class RecordingModule:
-    """Mixin in front of a module's class that records each call with a StateLayer among its arguments, in that StateLayer. Of
-    nested modules only the innermost, which updates the state, records the call."""
+    """Mixin placed before a module's class. It records each call that has a StateLayer among its arguments in that StateLayer.
+    In nested modules, only the innermost one, which updates the state, records the call."""
 
     def __call__(self, *positional: object, **named: object) -> object:
-        """Call the module, and record the call unless a module inside it did."""
+        """Call the module, and record the call unless a nested module did."""
         layer = next((a for a in (*positional, *named.values()) if isinstance(a, StateLayer)), None)
         before = 0 if layer is None else len(layer.calls)
         out = cast("Any", super()).__call__(*positional, **named)
@@ -121,7 +123,7 @@ class RecordingModule:
 
 
 def record_calls(model: nn.Module) -> None:
-    """Make a model's modules record their calls with a StateLayer, in place: parameter names, arrays and results do not
+    """Make a model's modules record their calls with a StateLayer, in place. Parameter names, arrays and results do not
     change."""
     if isinstance(model, RecordingModule):
         return
@@ -137,12 +139,12 @@ def _recording_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _replay(calls: Sequence[Call], state: ArraysCache, rows: list[int], batch: int, count: int) -> None:
-    """Run a module on the first `count` tokens of these calls again, for some rows of `batch`, to update `state`. Lazy: the
+    """Run a module again on the first `count` tokens of these calls, for some rows of `batch`, to update `state`. Lazy: the
     module's output is never computed."""
     sizes = [call.inputs.shape[1] for call in calls]
 
     def argument(values: Sequence[object]) -> object:
-        """One argument of the new call from its values in the recorded calls, cut to these tokens and rows."""
+        """One argument of the new call, cut to these tokens and rows from its values in the recorded calls."""
         first = values[0]
         if isinstance(first, StateLayer):
             return state
@@ -167,7 +169,7 @@ def select_rows(slots: Sequence[mx.array | None], rows: Sequence[int], batch: in
 
 
 def stack_rows(parts: Sequence[mx.array | None], sizes: Sequence[int]) -> mx.array | None:
-    """Concatenate arrays of sizes[i] rows, with zeros for those that are None. None where all are."""
+    """Concatenate arrays of sizes[i] rows, with zeros for those that are None. Returns None if all are None."""
     like = next((part for part in parts if part is not None), None)
     if like is None:
         return None

@@ -1,4 +1,4 @@
-"""A layer with a sliding window: rows in `rectangles` hold its last positions alone."""
+"""A layer with a sliding window, whose rows in `rectangles` hold only their last positions."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from service.engine.kv.rectangle_layer import RectangleLayer
 from service.engine.strategy import PAGE, STEP, current
 
 IN_FLIGHT = 2 * PAGE
-"""Positions that rounds under way write behind a row's length, at most: two of them, rejected tokens included."""
+"""Maximum positions that pending rounds write past a row's length: two rounds, including rejected tokens."""
 
 
 @dataclass(slots=True, eq=False)
 class LongCall:
-    """Keys and values (B, heads, width, dims) of a call of many tokens and of the window before it. first: each row's position
-    of the first of them, below 0 where a row has none so early, (B,), int32; first_host: the same on the host."""
+    """Keys and values (B, heads, width, dims) of a call over many tokens and of the window before it. first: the position of
+    each row's first entry, (B,), int32, negative if a row has no position that early. first_host: the same on the host."""
 
     first: mx.array
     first_host: list[int]
@@ -28,18 +28,18 @@ class LongCall:
 
 
 class WindowLayer(RectangleLayer):
-    """Position p is in slot p modulo `most`: what is written takes the place of what no query sees any more. `most` is above
-    the window by what rounds under way write, which may be rejected, and by a block of the prefix cache.
+    """Position p is in slot p modulo `most`, so a write replaces positions that no query sees any more. `most` exceeds the
+    window by what pending rounds write, which may be rejected, and by a block of the prefix cache.
 
-    A longer call, as in prefill, would overwrite what its own first queries see. Its keys and values stay behind those of the
-    window before it, and come into their slots when it is known how many of them are each row's own (`settle`).
+    A longer call, as in prefill, would overwrite what its first queries see. Its keys and values are appended to those of the
+    window before it. They move into their slots once the number of tokens that each row keeps is known (`settle`).
     """
 
     def __init__(self, lengths: Lengths, window: int) -> None:
         super().__init__(lengths, window)
         self.most = -(-window // STEP) * STEP + STEP
         self.kept = -(-window // PAGE) * PAGE + PAGE - 1
-        """Positions before a row's end that are there for certain: the blocks that see its window, and a part of one."""
+        """Positions before a row's end that are always held: the blocks that its window covers, and part of another."""
         self._call: LongCall | None = None
 
     @property
@@ -52,7 +52,7 @@ class WindowLayer(RectangleLayer):
         return min(current().capacity(positions), self.most)
 
     def _long(self, count: int) -> bool:
-        """Whether a call of `count` tokens does not go into the slots as it is."""
+        """Whether a call of `count` tokens cannot be written into the slots directly."""
         written = self.ahead + count
         return self._call is not None or (written > IN_FLIGHT and self.lengths.longest + written > self.most)
 
@@ -81,7 +81,7 @@ class WindowLayer(RectangleLayer):
         return self.keys_and_values()
 
     def _before(self) -> int:
-        """Positions before a long call that stay with it."""
+        """Positions before a long call that are kept with it."""
         return min(self.kept, self.lengths.longest + self.ahead)
 
     def _starts_host(self) -> list[int]:
@@ -122,7 +122,7 @@ class WindowLayer(RectangleLayer):
         self.keys, self.values, self._call = _at(call.keys, at), _at(call.values, at), None
 
     def contents(self, row: int) -> tuple[mx.array, mx.array | None] | None:
-        """See RowLayer: of the window's positions."""
+        """See RowLayer. Only the window's positions."""
         assert self.window is not None
         self.settle()
         end = self.lengths.host[row]
@@ -147,7 +147,7 @@ class WindowLayer(RectangleLayer):
         return keys, values
 
     def zero_tail(self, row: int, start: int) -> None:
-        """See RectangleLayer. What is held before `start` stays."""
+        """See RectangleLayer. Positions held before `start` are kept."""
         for array in (self.keys, self.values):
             if array is not None:
                 held = _held(np.array(start), np.arange(array.shape[2]), self.most)
@@ -156,11 +156,11 @@ class WindowLayer(RectangleLayer):
 
 
 def _held(ends: Any, slots: Any, most: int) -> Any:
-    """The positions in these slots of rows that end before `ends`; below 0 where there is none."""
+    """The positions in these slots of rows that end before `ends`; negative if there is none."""
     return ends - 1 - (ends - 1 + most - slots) % most
 
 
 def _at(array: mx.array, slots: mx.array) -> mx.array:
-    """What is in slots (B, n) of the first B rows of an array (R, heads, capacity, dims)."""
+    """The contents of slots (B, n) of the first B rows of an array (R, heads, capacity, dims)."""
     rows = slots.shape[0]
     return mx.take_along_axis(array[:rows], mx.minimum(slots, array.shape[2] - 1)[:, None, :, None], axis=2)
