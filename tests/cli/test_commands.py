@@ -504,7 +504,7 @@ def test_adapters_are_listed_switched_and_rolled_back(served: Served, redraft: R
     assert served.server.get("/adapters")["active"] == first.id
     assert states() == {str(second.id): "retired", str(first.id): "active"}
     done = redraft("adapters", "rollback", "--expected", second.id, *url)
-    assert done.status == 1 and f"adapter {first.id} serves, not {second.id}" in done.err
+    assert done.status == 1 and f"adapter {first.id} is serving, not {second.id}" in done.err
     done = redraft("adapters", "rollback", "--expected", first.id, *url)
     assert (done.status, done.out) == (0, "the bare draft serves now\n")
     assert served.server.get("/adapters")["active"] == 0

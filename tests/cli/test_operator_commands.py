@@ -418,8 +418,8 @@ def test_practice_by_itself_is_turned_on_and_off(redraft: Redraft) -> None:
             done = redraft("practice", word, "--url", url)
             assert (done.status, done.out, done.err) == (0, f"practice by itself is {text}\n", "")
             assert state() == text and server.operator.known_runs == []
-        server.operator.practice_state = PracticeState(True, "training.practice is set", "requests are answered")
-        assert state() == "on, waits: requests are answered"
+        server.operator.practice_state = PracticeState(True, "training.practice is set", "requests are being answered")
+        assert state() == "on, waits: requests are being answered"
         refused = redraft("practice", "--off", "--url", url)
         one_sentence(refused)
         assert "training.practice is set" in refused.err
