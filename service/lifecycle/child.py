@@ -26,10 +26,8 @@ class Pause(StrEnum):
 
 class Child:
     """One job of a child process. `poll` fills `inbox`. The reader removes a message only after handling it, so that a
-    failure (the
-    database is unavailable) loses nothing. The last message is always an Ending; the job has then ended. timer: a
-    monotonic time in
-    seconds; the default stands still while the machine sleeps."""
+    failure (the database is unavailable) loses nothing. The last message is always an Ending; the job has then ended.
+    timer: a monotonic time in seconds; the default stands still while the machine sleeps."""
 
     def __init__(self, handle: JobHandle, timer: Callable[[], float] = time.monotonic) -> None:
         self.inbox: deque[Message] = deque()

@@ -22,10 +22,9 @@ SWEEP_GRACE_SECONDS = 86_400.0
 
 def clean(context: LifecycleContext, *, child_under_way: bool) -> None:
     """Deletes generations beyond the log's limits (in the background), old or excess targets and practice text, and the
-    folders of
-    adapters that will not serve again or that no row names. Folders are deleted only while nothing trains, because a
-    new folder may
-    be about to be registered. Folders of other databases look the same, so a shared root has a grace period."""
+    folders of adapters that will not serve again or that no row names. Folders are deleted only while nothing trains,
+    because a new folder may be about to be registered. Folders of other databases look the same, so a shared root has a
+    grace period."""
     stores, rules = context.stores, context.rules
     before = None if rules.max_days is None else context.database_now() - timedelta(days=rules.max_days)
     purge = stores.generations.purge(rules.max_generations, before=before, max_bytes=rules.max_bytes)
@@ -61,8 +60,7 @@ def clean(context: LifecycleContext, *, child_under_way: bool) -> None:
 
 def removable(known: Sequence[AdapterRef], keep: int) -> list[AdapterRef]:
     """Adapters whose files no rollback needs: of each pair, the retired and rolled-back ones except the newest `keep`.
-    The active
-    adapter and its ancestors always stay. known: every adapter."""
+    The active adapter and its ancestors always stay. known: every adapter."""
     by_id = {ref.id: ref for ref in known}
     serving: set[int] = set()
     for ref in known:

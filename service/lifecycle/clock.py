@@ -30,8 +30,7 @@ class _Scheduler(BackgroundScheduler):
 
 
 class Clock:
-    """Calls `tick` every `seconds` on a dedicated thread, never concurrently. Missed ticks are replaced by a single
-    one."""
+    """Calls `tick` every `seconds` on a dedicated thread, never concurrently. Missed ticks are replaced by a single one."""
 
     def __init__(self, tick: Callable[[], object], seconds: float) -> None:
         self._scheduler = _Scheduler(seconds)

@@ -1,10 +1,9 @@
 """Compares two adapters by predicted tokens per second, from scores on the same generations. Pure functions of values.
 
-Each adapter is compared at its best draft length on these texts, according to the measured costs of rounds over one row;
-without
-costs, at the longest length. Intervals are percentile intervals of a paired bootstrap over conversations (Efron & Tibshirani
-1993, ch. 13; Cameron, Gelbach & Miller 2008), expanded for few conversations (Hesterberg 2015, sec. 3.3). The reasons and the
-simulated coverage: docs/decisions.md, "Store and lifecycle".
+Each adapter is compared at its best draft length on these texts, according to the measured costs of rounds over one
+row; without costs, at the longest length. Intervals are percentile intervals of a paired bootstrap over conversations
+(Efron & Tibshirani 1993, ch. 13; Cameron, Gelbach & Miller 2008), expanded for few conversations (Hesterberg 2015, sec.
+3.3). The reasons and the simulated coverage: docs/decisions.md, "Store and lifecycle".
 """
 
 from __future__ import annotations
@@ -33,9 +32,8 @@ SHORTFALL = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """Relative change of tokens per second, new over old, with its two-sided interval. lengths: draft lengths at which the two
-    were
-    compared, the new adapter's first."""
+    """Relative change of tokens per second, new over old, with its two-sided interval. lengths: draft lengths at which
+    the two were compared, the new adapter's first."""
 
     gain: float
     low: float
@@ -56,9 +54,8 @@ class Gain:
 class Comparison:
     """The scores of two adapters, paired by generation.
 
-    seconds: cost of a round that drafts 1, 2, ... tokens; None when unknown or when the length is fixed. old_seconds: the same
-    with
-    the old adapter; None: the same costs.
+    seconds: cost of a round that drafts 1, 2, ... tokens; None when unknown or when the length is fixed. old_seconds:
+    the same with the old adapter; None: the same costs.
 
     Raises ValueError when the scores cover different texts or draft lengths, or are invalid.
     """
@@ -107,9 +104,8 @@ class Comparison:
         return not (self.tokens and self._longest)
 
     def domains(self) -> Mapping[str, Comparison]:
-        """The domains with enough conversations for an interval. Each is compared at its best lengths, which the engine would
-        choose
-        when it serves such texts."""
+        """The domains with enough conversations for an interval. Each is compared at its best lengths, which the engine
+        would choose when it serves such texts."""
         groups: dict[str, tuple[list[Score], list[Score]]] = {}
         for new, old in self._pairs:
             ours, theirs = groups.setdefault(new.domain, ([], []))
@@ -152,18 +148,16 @@ class Comparison:
         return self._resampled[resamples, seed]
 
     def p_value(self, floor: float = 0.0) -> float:
-        """One-sided p-value of the hypothesis that the new adapter's gain is at most `floor` (`sign_flips.p_value`, over
-        conversations).
-        1.0 without texts."""
+        """One-sided p-value of the hypothesis that the new adapter's gain is at most `floor` (`sign_flips.p_value`,
+        over conversations). 1.0 without texts."""
         if self.empty:
             return 1.0
         tests = self._differences(floor)
         return min(1.0, len(tests) * min(map(sign_flips.p_value, tests)))
 
     def e_values(self) -> tuple[float, float]:
-        """Evidence that the new adapter is (worse, better), valid under any number of looks (`sign_flips.e_value`). (1, 1)
-        without
-        texts."""
+        """Evidence that the new adapter is (worse, better), valid under any number of looks (`sign_flips.e_value`). (1,
+        1) without texts."""
         if self.empty:
             return 1.0, 1.0
         worse = [sign_flips.e_value(-each) for each in self._differences(0.0, better=False)]
@@ -171,15 +165,13 @@ class Comparison:
         return sum(worse) / len(worse), sum(better) / len(better)
 
     def _differences(self, floor: float, *, better: bool = True) -> list[NDArray[np.float64]]:
-        """Per conversation, the old adapter's cost minus the new one's scaled to a gain of `floor`, each at its best draft
-        length.
+        """Per conversation, the old adapter's cost minus the new one's scaled to a gain of `floor`, each at its best
+        draft length.
 
-        When the best lengths differ, the differences at a common length are returned as well. Two lengths that are about
-        equally fast
-        differ from text to text, which would hide the difference between the adapters. better: whether the differences are to
-        prove
-        the new adapter better; the common length is the best one of the adapter to be proven slower, which favours neither side
-        unfairly.
+        When the best lengths differ, the differences at a common length are returned as well. Two lengths that are
+        about equally fast differ from text to text, which would hide the difference between the adapters. better:
+        whether the differences are to prove the new adapter better; the common length is the best one of the adapter to
+        be proven slower, which favours neither side unfairly.
         """
         costs = self._costs
         new, old = (int(costs[:, adapter].sum(axis=0).argmin()) for adapter in (0, 1))
@@ -198,9 +190,8 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Realised:
-    """Acceptance length of the rounds that an adapter drafted, bonus token included, and the length predicted by its scores for
-    the
-    same rounds. high: upper end of the two-sided 90 % interval of realised relative to predicted."""
+    """Acceptance length of the rounds that an adapter drafted, bonus token included, and the length predicted by its
+    scores for the same rounds. high: upper end of the two-sided 90 % interval of realised relative to predicted."""
 
     tokens_per_call: float
     predicted: float
@@ -258,9 +249,8 @@ def _expanded(tail: float, count: float) -> float:
 
 
 def _reach(tail: float, count: float) -> float:
-    """Distance between the estimate and an end of its interval, in standard deviations of a resample's estimate. It uses
-    Student's t
-    instead of the normal quantile, and the sample's deviation instead of the resample's."""
+    """Distance between the estimate and an end of its interval, in standard deviations of a resample's estimate. It
+    uses Student's t instead of the normal quantile, and the sample's deviation instead of the resample's."""
     freedom = max(count - 1.0, 1.0)
     return student_t(tail, freedom) * math.sqrt(count / freedom)
 

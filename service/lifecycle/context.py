@@ -34,10 +34,8 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Rules:
     """max_generations, max_days, max_bytes: limits of the log (StoreSettings). adapters: root of the adapter folders.
-    spec: the part
-    of a job description that all jobs share (learning.spec). targets: folder of targets computed by children; None: no
-    such folder.
-    practice: the same for practice text."""
+    spec: the part of a job description that all jobs share (learning.spec). targets: folder of targets computed by
+    children; None: no such folder. practice: the same for practice text."""
 
     training: TrainingSettings
     gate: GateSettings
@@ -54,11 +52,9 @@ class Rules:
 @dataclass(frozen=True, slots=True)
 class LifecycleContext:
     """members: this process among those that share the database. who: the pair it serves or trains. machine: the kind
-    of machine,
-    which the engine's measured costs belong to. judge: decides about candidates, with the arguments of gate.judge.
-    clock: replaces
-    the time of this machine and of the database, in UTC, for simulated traffic. loans: serving memory that children
-    borrow."""
+    of machine, which the engine's measured costs belong to. judge: decides about candidates, with the arguments of
+    gate.judge. clock: replaces the time of this machine and of the database, in UTC, for simulated traffic. loans:
+    serving memory that children borrow."""
 
     stores: Stores
     members: Members
@@ -107,8 +103,7 @@ class LifecycleContext:
 
     def measured_costs(self, lengths: int) -> Mapping[str, RoundCosts]:
         """Round costs by kind of machine, where they were measured within a day for `lengths` draft lengths; for this
-        kind, the current
-        ones. Servers with another maximum draft length measure other lengths."""
+        kind, the current ones. Servers with another maximum draft length measure other lengths."""
         self.record_costs()
         kinds = self.stores.costs.recent(self.who)
         return {name: costs for name, costs in kinds.items() if len(costs.seconds) == lengths}

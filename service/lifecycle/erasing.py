@@ -23,8 +23,7 @@ WAIT_SECONDS = 60.0
 
 class Eraser:
     """Carries out erasures in this process, those it started and those of other processes. forget: by name, every store
-    of request
-    text outside the database. A child that may have read an erased text is ended."""
+    of request text outside the database. A child that may have read an erased text is ended."""
 
     def __init__(self, context: LifecycleContext, slot: JobSlot, forget: Mapping[str, Forget]) -> None:
         self._context = context
@@ -49,8 +48,7 @@ class Eraser:
 
     def erase(self, selection: Selection, *, retire_adapters: bool) -> Erased:
         """Makes every process of the database forget the texts, then deletes their rows. Raises Unavailable when a
-        process does not
-        answer, StoreError; calling it again completes what is left."""
+        process does not answer, StoreError; calling it again completes what is left."""
         erasures = self._context.stores.erasures
         number = erasures.ask(selection)
         try:
@@ -109,8 +107,7 @@ class Eraser:
 
     def _may_hold(self, selection: Selection) -> bool:
         """Whether the child may have read one of the texts. Jobs other than training are short and restart
-        automatically: they are
-        always ended."""
+        automatically: they are always ended."""
         lineage = self._context.stores.lineage
         if not isinstance(self._slot.job, RunJob):
             return True

@@ -1,6 +1,5 @@
 """Measures the gain of the serving adapter: while the server is idle, it and the base draft are scored on the answers
-given
-since its promotion. Scores of the watch, which have the same form, are used as well."""
+given since its promotion. Scores of the watch, which have the same form, are used as well."""
 
 from __future__ import annotations
 
@@ -47,9 +46,8 @@ def measure(
     """The gain of an adapter over the base draft, from the scores of both on the same answers.
 
     costs: of rounds with the adapter. base_step: cost of a step of the base draft relative to one with the adapter.
-    read_to: see
-    MeasuredGain. None with too few conversations for an interval. Raises ValueError when the scores cover different
-    texts.
+    read_to: see MeasuredGain. None with too few conversations for an interval. Raises ValueError when the scores cover
+    different texts.
     """
     by_call = Comparison(adapter, base)
     if by_call.conversations < MIN_CONVERSATIONS or by_call.empty:
@@ -80,8 +78,7 @@ def measure(
 
 
 def _tokens_per_second(scores: Sequence[Score], seconds: Sequence[float]) -> float:
-    """Speed at the draft length that is best for these answers. seconds: cost of a round that drafts 1, 2, ...
-    tokens."""
+    """Speed at the draft length that is best for these answers. seconds: cost of a round that drafts 1, 2, ... tokens."""
     taken = [sum(score.calls[i] for score in scores) * cost for i, cost in enumerate(seconds)]
     return sum(score.tokens for score in scores) / min(taken)
 
@@ -90,8 +87,7 @@ class GainMeter:
     """Decides when the active adapter is measured and records the result.
 
     idle_seconds: seconds since this server last handled a request. strain: why the machine cannot spare what scoring
-    takes.
-    watching: whether the adapter's watch is still running.
+    takes. watching: whether the adapter's watch is still running.
     """
 
     def __init__(
@@ -110,8 +106,7 @@ class GainMeter:
 
     def start(self) -> GainJob | None:
         """Starts a measurement that is due: no request for a minute, the watch is over, there are enough answers since
-        the
-        promotion, and the last measurement is a day old."""
+        the promotion, and the last measurement is a day old."""
         now = self._context.timer()
         if self._idle_seconds() < IDLE_SECONDS or (
             self._looked_at is not None and now - self._looked_at < LOOK_SECONDS
@@ -141,8 +136,7 @@ class GainMeter:
 
     def record(self, ref: AdapterRef, scores: Scores, read_to: int) -> None:
         """Records the gain given by scores of an adapter and of the base draft. Scores that cannot be compared are
-        logged and
-        dropped."""
+        logged and dropped."""
         own, base = str(ref.id), str(BARE_DRAFT)
         try:
             gain = measure(
@@ -211,8 +205,7 @@ class GainMeter:
 
 class GainJob(ScoringJob):
     """A child that scores the active adapter and the base draft. It ends as soon as a request arrives or the machine is
-    short of
-    something; another one is started later."""
+    short of something; another one is started later."""
 
     def __init__(
         self, meter: GainMeter, context: LifecycleContext, ref: AdapterRef, child: Child, *, read_to: int

@@ -1,6 +1,6 @@
-"""Decides whether a candidate may replace the serving adapter. Pure functions of the scores of the candidate, its parent and
-the
-base draft on the same generations, of the round costs of the serving machines, and of earlier verdicts (docs/decisions.md)."""
+"""Decides whether a candidate may replace the serving adapter. Pure functions of the scores of the candidate, its
+parent and the base draft on the same generations, of the round costs of the serving machines, and of earlier verdicts
+(docs/decisions.md)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from service.lifecycle.online_testing import next_level
 from service.settings import GateSettings
 
 WORTHWHILE = 0.005
-"""Minimum estimated gain. Below it a swap does not pay: the draft's cached prefixes are lost, and the next run waits for the
-watch."""
+"""Minimum estimated gain. Below it a swap does not pay: the draft's cached prefixes are lost, and the next run waits
+for the watch."""
 BOUNDED = 60
-"""Minimum number of conversations for bounding a loss against the base draft by its confidence limit, on the golden set or a
-domain. With fewer, even a candidate without any loss could hardly prove it."""
+"""Minimum number of conversations for bounding a loss against the base draft by its confidence limit, on the golden set
+or a domain. With fewer, even a candidate without any loss could hardly prove it."""
 GOLDEN = "golden set"
 """Name of the golden set among the domains of a verdict."""
 AGAINST_BASE = ", against the base draft"
@@ -30,9 +30,8 @@ NO_DOMAIN = "requests without a domain"
 class Scored:
     """The scores of one adapter.
 
-    texts: on logged texts. golden: on the golden set, which only guards and is not part of the gain. seconds: cost of a round
-    that
-    drafts 1, 2, ... tokens; None: compare target calls at the longest draft length.
+    texts: on logged texts. golden: on the golden set, which only guards and is not part of the gain. seconds: cost of a
+    round that drafts 1, 2, ... tokens; None: compare target calls at the longest draft length.
     """
 
     texts: Sequence[Score]
@@ -51,20 +50,18 @@ def judge(
 ) -> Verdict:
     """Whether `candidate` may replace `parent`, the serving adapter.
 
-    base: the scores of the base draft; None when it is the parent. history: verdicts of this pair's earlier gates, oldest
-    first,
-    with `promoted` False for adapters that were rolled back since.
+    base: the scores of the base draft; None when it is the parent. history: verdicts of this pair's earlier gates,
+    oldest first, with `promoted` False for adapters that were rolled back since.
 
     A candidate is promoted when
 
     - there are at least `min_prompts` generations from five or more conversations, and `min_tokens` tokens;
     - its gain over the parent is worth a swap and proven at the level that online testing assigns (`p_value`, `next_level`);
-    - neither a domain nor the golden set loses more than `domain_tolerance` against the parent or the base draft with an
-      interval
-      entirely below 0;
-    - the golden set and every domain of at least BOUNDED conversations are proven to lose at most `domain_tolerance` against
-      the
-      base draft, at a level from a separate sequence. A chain of adapters therefore loses no more than a single one may.
+    - neither a domain nor the golden set loses more than `domain_tolerance` against the parent or the base draft with
+      an interval entirely below 0;
+    - the golden set and every domain of at least BOUNDED conversations are proven to lose at most `domain_tolerance`
+      against the base draft, at a level from a separate sequence. A chain of adapters therefore loses no more than a
+      single one may.
 
     Raises ValueError when the scores cover different generations or draft lengths, or the costs cover other draft lengths.
     """
@@ -127,9 +124,8 @@ def _lacking(whole: Comparison, rules: GateSettings) -> str | None:
 
 
 def _surely_worse(parts: Mapping[str, Comparison], rules: GateSettings, seed: int) -> list[str]:
-    """Parts that lose more than the tolerance with an interval entirely below 0. The interval is widened for the number of
-    parts, so
-    that many parts do not make a block by chance likely."""
+    """Parts that lose more than the tolerance with an interval entirely below 0. The interval is widened for the number
+    of parts, so that many parts do not make a block by chance likely."""
     return [
         name
         for name, part in parts.items()

@@ -1,11 +1,8 @@
-"""One interim check of a promoted adapter while it serves, against its parent and the base draft. Pure functions of
-values.
+"""One interim check of a promoted adapter while it serves, against its parent and the base draft. Pure functions of values.
 
 The evidence against each opponent is an e-value over all answers so far (a confidence sequence,
-lifecycle/sign_flips.py), which
-is valid at every check: an adapter as good as both is rolled back by mistake with a probability of at most ALPHA,
-however often
-it is checked. The opponents share ALPHA equally.
+lifecycle/sign_flips.py), which is valid at every check: an adapter as good as both is rolled back by mistake with a
+probability of at most ALPHA, however often it is checked. The opponents share ALPHA equally.
 """
 
 from __future__ import annotations
@@ -24,8 +21,7 @@ FEWEST = 8
 
 
 def check_schedule(generations: int) -> tuple[int, ...]:
-    """Numbers of generations at which to check: each check has twice as many as the one before, the last one all of
-    them."""
+    """Numbers of generations at which to check: each check has twice as many as the one before, the last one all of them."""
     parts = {generations // part for part in (1, 2, 4, 8, 16)}
     return tuple(sorted(count for count in parts if count >= FEWEST or count == generations))
 
@@ -33,8 +29,7 @@ def check_schedule(generations: int) -> tuple[int, ...]:
 @dataclass(frozen=True, slots=True)
 class CheckResult:
     """over: this check ends the watch. roll_back_to: what should serve instead (verdict.promoted is False). short: the
-    engine accepts
-    less than the scores predict (Realised.short)."""
+    engine accepts less than the scores predict (Realised.short)."""
 
     verdict: Verdict
     over: bool
@@ -55,14 +50,11 @@ def interim_check(
 ) -> CheckResult:
     """Compares the serving adapter with `others` (its parent among them) on live generations.
 
-    seconds: cost of a round with it, as in gate.judge. others_seconds: the costs with those opponents that have
-    different ones.
+    seconds: cost of a round with it, as in gate.judge. others_seconds: the costs with those opponents that have different ones.
 
     The adapter is rolled back as soon as it is proven worse than an opponent, to the best of those. It counts as proven
-    as soon as
-    it is proven better than all of them; after the `last` check it stays. The verdict holds the two-sided 90 % interval
-    of the
-    deciding comparison, otherwise of the one with the parent. Raises ValueError like gate.judge.
+    as soon as it is proven better than all of them; after the `last` check it stays. The verdict holds the two-sided 90
+    % interval of the deciding comparison, otherwise of the one with the parent. Raises ValueError like gate.judge.
 
     The adapter's logged rounds show whether the scores hold for this engine. If they clearly fall short, the scores
     prove nothing.

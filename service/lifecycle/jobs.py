@@ -19,8 +19,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What serving needs now. waiting: requests wait for a row. asked: a request is being answered, or was a moment
-    ago."""
+    """What serving needs now. waiting: requests wait for a row. asked: a request is being answered, or was a moment ago."""
 
     waiting: bool = False
     asked: bool = False
@@ -63,8 +62,7 @@ class Job(Protocol):
 
 class JobSlot:
     """Holds the one job that may run. demand: what serving needs now. strain: why the machine cannot spare what
-    training takes, or
-    None. Not thread-safe, except `pause_for_requests`."""
+    training takes, or None. Not thread-safe, except `pause_for_requests`."""
 
     def __init__(
         self, context: LifecycleContext, demand: Callable[[], Demand], strain: Callable[[], Strain | None]
@@ -89,16 +87,14 @@ class JobSlot:
 
     def pause_for_requests(self) -> None:
         """Pauses the child while it has to yield to serving, or resumes it. May be called from any thread,
-        independently of the tick.
-        The run's row shows the pause at the next tick."""
+        independently of the tick. The run's row shows the pause at the next tick."""
         with self._pausing:
             if (job := self.job) is not None:
                 job.child.pause(Pause.BUSY, job.yields(self._demand()))
 
     def poll(self) -> None:
         """Handles the child's messages and frees the slot when it has ended. Raises a handler's error; the message is
-        then handled
-        again."""
+        then handled again."""
         job, loans = self.job, self._context.loans
         if job is None:
             loans.give_back()

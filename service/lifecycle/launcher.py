@@ -18,8 +18,7 @@ from service.lifecycle.child import GRACE_SECONDS
 
 READY_SECONDS = 60.0
 """Time for which a child waits for another job after finishing one. With traffic, the first checks of a promotion come
-sooner;
-otherwise the seconds that a child takes to start (14 on an H200) matter little."""
+sooner; otherwise the seconds that a child takes to start (14 on an H200) matter little."""
 
 LOG_BYTES = 8 * 2**20
 """Size at which the children's log is rotated when the next child starts."""
@@ -27,8 +26,7 @@ LOG_BYTES = 8 * 2**20
 
 class Process:
     """core.JobHandle: a child whose stdout is read by a dedicated thread, so that its pipe never fills up. keep:
-    receives the process
-    when its job has ended and it waits for another."""
+    receives the process when its job has ended and it waits for another."""
 
     def __init__(
         self,
@@ -73,8 +71,7 @@ class Process:
         return self._process.pid
 
     def poll(self) -> list[Mapping[str, object]]:
-        """Messages received since the last call, oldest first. A line that is not a JSON object gets the type
-        "garbage"."""
+        """Messages received since the last call, oldest first. A line that is not a JSON object gets the type "garbage"."""
         messages = [self._messages.popleft() for _ in range(len(self._messages))]
         self._waits = self._waits or any(message.get("waits") is True for message in messages)
         return messages
@@ -145,14 +142,11 @@ def _rotate(log: Path) -> None:
 class ProcessLauncher:
     """core.Launcher. log: receives the child's stderr. threads: BLAS threads of the child, 0 for half of the cores.
 
-    A child that has finished its job is kept for READY_SECONDS and used for a comparison. Training starts in a new
-    process.
+    A child that has finished its job is kept for READY_SECONDS and used for a comparison. Training starts in a new process.
 
     share: called with the number of cores left for this process while a child runs, and with all cores when it has
-    ended. Practice
-    leaves all cores, because it pauses while a request is being answered. Two BLAS libraries that each use every core
-    wait for each
-    other's threads: on 2 cores both ran ten times slower.
+    ended. Practice leaves all cores, because it pauses while a request is being answered. Two BLAS libraries that each
+    use every core wait for each other's threads: on 2 cores both ran ten times slower.
     """
 
     def __init__(
@@ -172,8 +166,7 @@ class ProcessLauncher:
         self._lock = threading.RLock()
 
     def launch(self, spec: Mapping[str, object]) -> Process:
-        """Sends `spec` as one JSON line to the waiting child, or starts one with its BLAS threads set. Raises
-        OSError."""
+        """Sends `spec` as one JSON line to the waiting child, or starts one with its BLAS threads set. Raises OSError."""
         with self._lock:
             process = self._take()
             if process is not None and process.exit_code() is None and spec.get("kind") == "score":

@@ -35,8 +35,7 @@ class LoanSize:
 
 class Loans:
     """The loan of the one child. lender: the engine that serves from the same memory; None when there is no such
-    engine, or when
-    memory is reserved for the child, which then takes what is free. sizes: by borrower."""
+    engine, or when memory is reserved for the child, which then takes what is free. sizes: by borrower."""
 
     def __init__(self, lender: MemoryLender | None = None, sizes: Mapping[Borrower, LoanSize] | None = None) -> None:
         self._lender = lender

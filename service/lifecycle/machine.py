@@ -1,8 +1,7 @@
 """Whether the machine can spare what training takes: power, heat and memory, as far as the system reports them.
 
 Parsing is pure. Linux is read through kernel files, macOS through Apple's tools. What a system does not report (a
-virtual
-machine has neither battery nor thermometer) never pauses training.
+virtual machine has neither battery nor thermometer) never pauses training.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ LIMITING = frozenset({"passive", "hot", "critical"})
 
 class Strain(StrEnum):
     """What the machine is short of. An automatic run pauses for it. For MEMORY the run ends, because a paused run keeps
-    its
-    memory."""
+    its memory."""
 
     BATTERY = "on battery"
     HEAT = "the machine is hot"
@@ -47,8 +45,7 @@ class Strain(StrEnum):
 
 def discharging(supplies: Iterable[Mapping[str, str]]) -> bool:
     """Whether a Linux machine runs on battery. supplies: the files of each folder in /sys/class/power_supply. Batteries
-    of devices
-    (a mouse) do not count."""
+    of devices (a mouse) do not count."""
     own = [supply for supply in supplies if supply.get("scope") != "Device"]
     outside = any(s.get("type") in {"Mains", "USB"} and s.get("online") == "1" for s in own)
     return not outside and any(s.get("type") == "Battery" and s.get("status") == "Discharging" for s in own)
@@ -156,8 +153,7 @@ def somebody_here() -> Callable[[], str | None]:
 
 
 def machine_strain(training: TrainingSettings) -> Callable[[], Strain | None]:
-    """Returns the check why training should pause now: the checks for this system, macOS or Linux, that `training`
-    enables."""
+    """Returns the check why training should pause now: the checks for this system, macOS or Linux, that `training` enables."""
     check = on_macos if sys.platform == "darwin" else on_linux
     return Cached(lambda: check(training))
 

@@ -25,8 +25,7 @@ class Candidate:
 @dataclass(frozen=True, slots=True)
 class Scores:
     """Scores by adapter id or "candidate". by_adapter: on logged texts. golden: on the golden set, if there is one.
-    steps: cost of a
-    draft step with each adapter, in any unit."""
+    steps: cost of a draft step with each adapter, in any unit."""
 
     by_adapter: Mapping[str, Sequence[Score]]
     golden: Mapping[str, Sequence[Score]]

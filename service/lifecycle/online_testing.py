@@ -1,11 +1,8 @@
-"""The level at which the next hypothesis of an unbounded stream is tested: LORD++ (Ramdas, Yang, Wainwright & Jordan
-2017).
+"""The level at which the next hypothesis of an unbounded stream is tested: LORD++ (Ramdas, Yang, Wainwright & Jordan 2017).
 
 Before the first discovery all levels sum to at most FIRST: a stream of candidates without any gain leads to a promotion
-with at
-most that probability, under any dependence. Each discovery refills the budget: the expected fraction of false
-discoveries
-stays below SHARE. Pure function of earlier outcomes.
+with at most that probability, under any dependence. Each discovery refills the budget: the expected fraction of false
+discoveries stays below SHARE. Pure function of earlier outcomes.
 """
 
 from __future__ import annotations
@@ -20,8 +17,7 @@ LARGEST = 0.05
 """Upper limit of every level, however full the budget is."""
 DECAY = 1.5
 """The part of a budget that is spent j hypotheses after its arrival falls as j ** -DECAY: slowly enough that a clear
-gain still
-passes after a hundred refusals."""
+gain still passes after a hundred refusals."""
 _ZETA = 2.612375348685488
 """Sum of j ** -DECAY over all j."""
 

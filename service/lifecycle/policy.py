@@ -28,8 +28,8 @@ POWER = 0.8
 UNKNOWN_RUN_SECONDS = 600.0
 """Assumed duration of a run until one has been judged."""
 USUAL_GAIN = 0.02
-"""Assumed gain of a run. It counts as one verdict in addition to the last RECENT ones, so that refusals lower the expected gain
-but never make it zero."""
+"""Assumed gain of a run. It counts as one verdict in addition to the last RECENT ones, so that refusals lower the
+expected gain but never make it zero."""
 RECENT = 8
 SLOWDOWN = 0.25
 """Fraction of its speed that a server loses while a run executes. Measured on a GPU: 0.19 at `gpu_share` = 0.65."""
@@ -55,9 +55,8 @@ class Backoff:
 
 
 def backoff(watches: Sequence[tuple[datetime, Verdict]], seconds: float) -> Backoff | None:
-    """Waiting time after rollbacks: `seconds`, doubled for each further consecutive rollback, at most MAX_DOUBLINGS times. None
-    when
-    the last adapter stayed.
+    """Waiting time after rollbacks: `seconds`, doubled for each further consecutive rollback, at most MAX_DOUBLINGS
+    times. None when the last adapter stayed.
 
     watches: the watch's verdicts, newest first. Of verdicts that compared nothing, only rollbacks count.
     """
@@ -69,8 +68,8 @@ def backoff(watches: Sequence[tuple[datetime, Verdict]], seconds: float) -> Back
 
 
 def run_size(past: Sequence[tuple[RunState, int]], largest: int) -> int:
-    """Number of texts the next run may use: half of what a run had when it was too large, doubled after each verdict, up to
-    `largest`.
+    """Number of texts the next run may use: half of what a run had when it was too large, doubled after each verdict,
+    up to `largest`.
 
     past: final state and number of texts of earlier runs, oldest first.
     """
@@ -105,9 +104,8 @@ def levels(gates: Sequence[Verdict]) -> tuple[float, float]:
 
 
 def prompts_needed(rules: GateSettings, level: float) -> int:
-    """Held-out prompts a gate at `level` needs to prove the gain that `min_prompts` prove at the first level, with the same
-    POWER;
-    at most the number that a gate samples."""
+    """Held-out prompts a gate at `level` needs to prove the gain that `min_prompts` prove at the first level, with the
+    same POWER; at most the number that a gate samples."""
 
     def quantiles(at: float) -> float:
         return NormalDist().inv_cdf(1.0 - at) + NormalDist().inv_cdf(POWER)
@@ -130,8 +128,8 @@ def unjudgeable(held_out: HeldOut, rules: GateSettings, level: float) -> str | N
 
 
 def expected_gain(gates: Sequence[Verdict]) -> float:
-    """Expected relative gain in speed of the next run: the mean of the last RECENT verdicts (refused ones count as 0) and one
-    assumed verdict of USUAL_GAIN. gates: as in gate.judge."""
+    """Expected relative gain in speed of the next run: the mean of the last RECENT verdicts (refused ones count as 0)
+    and one assumed verdict of USUAL_GAIN. gates: as in gate.judge."""
     recent = [one for one in gates if one.p_value is not None][-RECENT:]
     return (USUAL_GAIN + sum(one.gain for one in recent if one.promoted)) / (1 + len(recent))
 
@@ -141,8 +139,8 @@ def wrong_moment(
 ) -> str | None:
     """Why a run should not start at this moment, or None.
 
-    After `wanted` seconds without requests a run slows down no request. Otherwise a run starts only if its expected gain saves
-    more serving time within a day than the run costs.
+    After `wanted` seconds without requests a run slows down no request. Otherwise a run starts only if its expected
+    gain saves more serving time within a day than the run costs.
 
     busy_share: the fraction of the last day during which requests were being answered.
     """
@@ -158,9 +156,8 @@ def wrong_moment(
 
 
 def used_up(times: RunTimes, per_day: float) -> str | None:
-    """Why no run fits into the remainder of `per_day` minutes in 24 hours, or None. A run that takes longer than a day's budget
-    may
-    start when none of the budget is used."""
+    """Why no run fits into the remainder of `per_day` minutes in 24 hours, or None. A run that takes longer than a
+    day's budget may start when none of the budget is used."""
     used, run = times.seconds / 60, _run_seconds(times) / 60
     if used + run <= per_day or (per_day > 0 and not used):
         return None
@@ -202,12 +199,10 @@ def hindrance(
 ) -> str | None:
     """Why no run should start automatically now, whatever there is to learn; None when nothing prevents it.
 
-    runs: the newest ones, finished or not, newest first. Each run is followed by a cooldown, doubled for each run refused since
-    the
-    last promotion and for each further consecutive failure, at most MAX_DOUBLINGS times. watching: the active adapter is still
-    being compared on live traffic; a run on top of it would be measured against a parent that may be rolled back. strain: what
-    the
-    machine is short of.
+    runs: the newest ones, finished or not, newest first. Each run is followed by a cooldown, doubled for each run
+    refused since the last promotion and for each further consecutive failure, at most MAX_DOUBLINGS times. watching:
+    the active adapter is still being compared on live traffic; a run on top of it would be measured against a parent
+    that may be rolled back. strain: what the machine is short of.
     """
     last_run = runs[0] if runs else None
     if not enabled:
@@ -240,8 +235,8 @@ def decide(
 ) -> Trigger | str:
     """A trigger when a run on logged texts should start now, otherwise the reason why not.
 
-    counts: what a run could learn from; undrafted texts count with their expected number of failure cases. hindered: see
-    `hindrance`.
+    counts: what a run could learn from; undrafted texts count with their expected number of failure cases. hindered:
+    see `hindrance`.
 
     The texts of a rejected run count as trained, so the next run needs the same number of new texts.
     """
@@ -257,8 +252,8 @@ def decide(
 def practice_minutes(done: Practised, *, per_day: float, idle_seconds: float, user: str | None) -> float | str:
     """Minutes that a practice run may take now, or the reason why none should start automatically.
 
-    done: earlier practice of this pair. per_day: minutes of practice allowed in 24 hours. idle_seconds: seconds since the last
-    request. user: a message when a person is using the machine, else None.
+    done: earlier practice of this pair. per_day: minutes of practice allowed in 24 hours. idle_seconds: seconds since
+    the last request. user: a message when a person is using the machine, else None.
     """
     if idle_seconds < IDLE_SECONDS:
         return "requests are being answered"

@@ -28,8 +28,8 @@ class _Stored(BaseModel):
 
 class PracticeChoice:
     """Whether practice starts automatically here: `training.practice` if it is set, otherwise the operator's choice,
-    otherwise off.
-    The choice is a file in the home folder that is read once; other processes see a change at their next start."""
+    otherwise off. The choice is a file in the home folder that is read once; other processes see a change at their next
+    start."""
 
     def __init__(self, training: TrainingSettings, home: Path) -> None:
         self.configured = "practice" in training.model_fields_set
@@ -49,8 +49,7 @@ class PracticeChoice:
 
     def make(self, on: bool) -> None:
         """Stores the choice, also for later starts. Raises Conflict when the configuration decides, Unavailable when
-        the file cannot be
-        written; nothing has changed then."""
+        the file cannot be written; nothing has changed then."""
         if self.configured:
             raise Conflict(CONFIGURED)
         try:

@@ -17,8 +17,7 @@ log = logging.getLogger(__name__)
 
 class PracticeStarter:
     """choice: whether practice is on, and who decided that. idle_seconds: seconds since this server last handled a
-    request. user: a
-    message when a person is using the machine."""
+    request. user: a message when a person is using the machine."""
 
     def __init__(
         self,

@@ -21,12 +21,9 @@ class Recorder:
     """Takes finished generations from the engine and writes them in the background.
 
     `record` only appends to a buffer of `capacity` generations. A dedicated thread hands batches to the store and waits
-    for each, so
-    at most one batch is queued there. When the store is slow or unavailable, the buffer fills up and the oldest
-    generations are
-    dropped, because training needs the newest. Every loss is counted and reported to `on_drop`, which is called from
-    the engine's or
-    the recorder's thread and must return at once.
+    for each, so at most one batch is queued there. When the store is slow or unavailable, the buffer fills up and the
+    oldest generations are dropped, because training needs the newest. Every loss is counted and reported to `on_drop`,
+    which is called from the engine's or the recorder's thread and must return at once.
     """
 
     def __init__(
@@ -78,8 +75,7 @@ class Recorder:
 
     def forget(self, selection: Selection, timeout: float = 60.0) -> None:
         """Drops the selected generations from the buffer and waits for the batch being written, so that its rows can
-        then be deleted.
-        Raises Unavailable after `timeout` seconds."""
+        then be deleted. Raises Unavailable after `timeout` seconds."""
         with self._changed:
             staying = [one for one in self._buffer if not selection.covers(one.id, one.prompt, one.created_at)]
             self._buffer = deque(staying)

@@ -13,14 +13,12 @@ POLL_SECONDS = 0.05
 QUIET_SECONDS = 0.5
 """A queue counts as empty after this many seconds without a request: pausing a child for less would only waste time."""
 IDLE_SECONDS = 5.0
-"""A server counts as idle after this many seconds without a request: clients leave short gaps between consecutive
-requests."""
+"""A server counts as idle after this many seconds without a request: clients leave short gaps between consecutive requests."""
 
 
 class RequestMonitor:
     """Calls `on_change` on a dedicated thread whenever `busy` changes. It becomes true when `notify` is called, and
-    false once
-    `count()`, the number of requests watched for, has been 0 for `quiet_seconds`."""
+    false once `count()`, the number of requests watched for, has been 0 for `quiet_seconds`."""
 
     def __init__(
         self, count: Callable[[], int], on_change: Callable[[], None], quiet_seconds: float = QUIET_SECONDS

@@ -95,8 +95,7 @@ class RunTiming:
 
 def against_base(ref: AdapterRef, verdict: Verdict) -> dict[str, tuple[float, float, float]]:
     """Gains (gain, low, high) of an adapter over the base draft, by set: as bounded by the gate, or those of the golden
-    set and the
-    domains when its parent is the base draft."""
+    set and the domains when its parent is the base draft."""
     if ref.parent != BARE_DRAFT:
         return {
             name.removesuffix(AGAINST_BASE): gain

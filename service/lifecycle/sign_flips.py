@@ -1,8 +1,6 @@
 """Tests of paired differences by random signs (Fisher 1935). If two adapters are equally good, each conversation's
-difference is
-equally likely to have either sign. Given the magnitudes, the sum of the differences then has a known distribution for
-any
-sample size, and no moment has to be estimated. Pure functions of values.
+difference is equally likely to have either sign. Given the magnitudes, the sum of the differences then has a known
+distribution for any sample size, and no moment has to be estimated. Pure functions of values.
 """
 
 from __future__ import annotations
@@ -24,12 +22,11 @@ _PRIOR = np.exp(-(_STRENGTHS**2) / 2) / np.exp(-(_STRENGTHS**2) / 2).sum()
 
 def p_value(differences: Differences) -> float:
     """One-sided p-value of the hypothesis that the differences are not positive: the fraction of all sign assignments
-    whose sum is
-    at least the observed one.
+    whose sum is at least the observed one.
 
     It is computed by a saddlepoint approximation (Lugannani & Rice 1980; Robinson 1982), which stays accurate relative
-    to the
-    p-value far into the tail. Tests in an unbounded stream work there, and resampling would need millions of draws.
+    to the p-value far into the tail. Tests in an unbounded stream work there, and resampling would need millions of
+    draws.
     """
     total, magnitudes = float(differences.sum()), np.abs(differences[differences != 0.0])
     if total <= 0.0:
@@ -60,14 +57,11 @@ def p_value(differences: Differences) -> float:
 
 def e_value(differences: Differences) -> float:
     """Evidence that the differences are positive. If they are not, it ever exceeds 1 / alpha with probability at most
-    alpha, however
-    often it is checked while data accumulate (Ville's inequality).
+    alpha, however often it is checked while data accumulate (Ville's inequality).
 
     It is the capital from bets on each difference's sign, given its magnitude, averaged over a half-normal prior of the
-    betting
-    strength (the normal mixture of Robbins 1970, with the exact moment generating function of a random sign in place of
-    its
-    sub-Gaussian bound). The prior's scale comes from the magnitudes seen so far.
+    betting strength (the normal mixture of Robbins 1970, with the exact moment generating function of a random sign in
+    place of its sub-Gaussian bound). The prior's scale comes from the magnitudes seen so far.
     """
     scale = math.sqrt(float((differences**2).mean())) if len(differences) else 0.0
     if scale == 0.0:

@@ -1,8 +1,9 @@
 """The supervisor of the training loop. Its idempotent tick handles the child process, gates, watches, new runs and clean-up.
 
-The database is the source of truth. State in memory (the child, a count of failed comparisons) can be lost at any time: after a
-restart every run and adapter is in a legal state, and the supervisor continues from there. When several processes share the
-database, one process per pair leads: it starts runs and comparisons. Every process follows the rows.
+The database is the source of truth. State in memory (the child, a count of failed comparisons) can be lost at any time:
+after a restart every run and adapter is in a legal state, and the supervisor continues from there. When several
+processes share the database, one process per pair leads: it starts runs and comparisons. Every process follows the
+rows.
 """
 
 from __future__ import annotations
@@ -61,15 +62,13 @@ COSTS_SECONDS = 3600.0
 class Supervisor:
     """Implements core.Operator and the tick. `context.members` must have joined.
 
-    practice: whether practice starts automatically, and who decided that. busy: whether serving needs the whole machine.
-    idle_seconds: seconds since this server last handled a request. strain: why the machine cannot spare what training takes.
-    user: a message when a person is using the machine (None: detect it with the system's tools). forget: by name, every store
-    of
-    request text outside the database.
+    practice: whether practice starts automatically, and who decided that. busy: whether serving needs the whole
+    machine. idle_seconds: seconds since this server last handled a request. strain: why the machine cannot spare what
+    training takes. user: a message when a person is using the machine (None: detect it with the system's tools).
+    forget: by name, every store of request text outside the database.
 
-    At most one child runs at a time. A run belongs to this supervisor from the moment it claims it. Another process's run is
-    left
-    alone as long as that process is a member.
+    At most one child runs at a time. A run belongs to this supervisor from the moment it claims it. Another process's
+    run is left alone as long as that process is a member.
     """
 
     def __init__(
@@ -138,9 +137,8 @@ class Supervisor:
         self._jobs.pause_for_requests()
 
     def tick(self) -> None:
-        """Does everything that is due. Safe to call at any time, from any thread, any number of times. Errors are raised; the
-        next
-        tick tries again."""
+        """Does everything that is due. Safe to call at any time, from any thread, any number of times. Errors are
+        raised; the next tick tries again."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -159,10 +157,9 @@ class Supervisor:
 
     def follow(self) -> None:
         """Does what cannot wait for a tick: handles the child's messages, starts a comparison that is due, and follows
-        decisions of
-        other processes that share the database (forgets texts they erase, serves adapters they promote, stops a child whose run
-        they
-        ended). Also removes processes that have died. Called more often than `tick`; does nothing while `tick` is running."""
+        decisions of other processes that share the database (forgets texts they erase, serves adapters they promote,
+        stops a child whose run they ended). Also removes processes that have died. Called more often than `tick`; does
+        nothing while `tick` is running."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -184,9 +181,8 @@ class Supervisor:
             self._lock.release()
 
     def rejoin(self) -> None:
-        """Rejoins after this process missed its lease and was removed. It forgets all request text, because it cannot know what
-        was
-        erased in the meantime."""
+        """Rejoins after this process missed its lease and was removed. It forgets all request text, because it cannot
+        know what was erased in the meantime."""
         with self._lock:
             if self._stopped:
                 return
@@ -316,8 +312,8 @@ class Supervisor:
     def request_training(self, idempotency_key: str | None, practice_minutes: float | None = None) -> TrainingRun:
         """See core.Operator. Claims a run and starts its child, or leaves the run to the process that leads.
 
-        Also raises Conflict during a comparison, without a draft, after `stop`, or when no process trains; BadRequest for more
-        minutes than a run may take.
+        Also raises Conflict during a comparison, without a draft, after `stop`, or when no process trains; BadRequest
+        for more minutes than a run may take.
         """
         context, runs = self._context, self._context.stores.runs
         with self._lock:
@@ -393,9 +389,8 @@ class Supervisor:
         return self._practice.state(working=self.working)
 
     def choose_practice(self, on: bool) -> PracticeState:
-        """See core.Operator. Memory for practice is reserved at start-up if practice is on then. If it is turned on later,
-        practice
-        uses free memory."""
+        """See core.Operator. Memory for practice is reserved at start-up if practice is on then. If it is turned on
+        later, practice uses free memory."""
         with self._lock:
             if self._stopped:
                 raise Conflict("shutting down")
@@ -471,9 +466,8 @@ class Supervisor:
             return self._context.switching.serve_active()
 
     def erase(self, selection: Selection, *, retire_adapters: bool = False) -> Erased:
-        """See core.Operator. Every store outside the database forgets the texts first, in all processes, so that none can be
-        written
-        again; then the rows are deleted. If it raises, call it again: it completes what is left."""
+        """See core.Operator. Every store outside the database forgets the texts first, in all processes, so that none
+        can be written again; then the rows are deleted. If it raises, call it again: it completes what is left."""
         with self._lock:
             if self._stopped:
                 raise Conflict("shutting down")

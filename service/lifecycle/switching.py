@@ -60,8 +60,7 @@ class Events(Protocol):
 
 class Switching:
     """Stages an adapter, then switches to it. who: the served pair. shared: other servers use the same adapter folders,
-    so a missing
-    folder may be missing only here."""
+    so a missing folder may be missing only here."""
 
     def __init__(
         self, engine: DraftSwitch, adapters: Adapters, who: Provenance, events: Events, *, shared: bool = False
@@ -97,8 +96,7 @@ class Switching:
 
     def serve_active(self) -> AdapterRef | None:
         """Makes the engine serve the active adapter. One that cannot be loaded is marked broken and replaced by its
-        nearest usable
-        ancestor, finally the base draft. Returns the adapter that serves."""
+        nearest usable ancestor, finally the base draft. Returns the adapter that serves."""
         while True:
             ref = self._adapters.active(self._who.target, self._who.draft)
             started = time.perf_counter()

@@ -46,8 +46,8 @@ ASKED_FOR = "asked_for"
 MAX_GENERATIONS, WINDOW = "max_generations", "window"
 """Keys in a run's configuration: the maximum number of texts, and the value in the settings."""
 MAX_PAUSE_SECONDS, MAX_PRACTICE_PAUSE_SECONDS = 1800.0, 600.0
-"""A run ends when its paused time exceeds the time it has worked since by this much. A paused child keeps its memory, and other
-runs wait for it. What practice has written stays on disk."""
+"""A run ends when its paused time exceeds the time it has worked since by this much. A paused child keeps its memory,
+and other runs wait for it. What practice has written stays on disk."""
 MEMORY_NEEDED = "requests needed the memory of this run: the run was ended to free it"
 MEMORY_GIVEN_BACK = "memory is short: the run was ended to free its memory"
 ENDED = "ended by an operator"
@@ -55,9 +55,8 @@ TURNED_OFF = "practice was turned off"
 
 
 def claim(context: LifecycleContext, trigger: Trigger, key: str | None, *, here: bool = True) -> TrainingRun | None:
-    """Opens a run on top of the serving adapter, with the size that earlier runs suggest. None when a run is in progress or
-    there is
-    nothing to train on. here: False leaves the run to the process that leads."""
+    """Opens a run on top of the serving adapter, with the size that earlier runs suggest. None when a run is in
+    progress or there is nothing to train on. here: False leaves the run to the process that leads."""
     training = context.rules.training
     size = policy.run_size(context.stores.runs.sizes(context.who), max(training.max_generations, training.window))
     bounded = {name: min(size, getattr(training, name)) for name in (MAX_GENERATIONS, WINDOW)}
@@ -75,8 +74,8 @@ def claim(context: LifecycleContext, trigger: Trigger, key: str | None, *, here:
 def claim_practice(
     context: LifecycleContext, minutes: float, key: str | None, *, asked: bool, here: bool = True
 ) -> TrainingRun | None:
-    """Opens a practice run of `minutes` on top of the serving adapter. None when a run is in progress or no logged prompt can
-    seed it.
+    """Opens a practice run of `minutes` on top of the serving adapter. None when a run is in progress or no logged
+    prompt can seed it.
 
     asked: an operator requested it. here: as in `claim`.
     """
@@ -149,9 +148,8 @@ class RunJob:
         return demand.asked if self._practises else demand.waiting
 
     def pause(self, demand: Demand, strain: Strain | None) -> None:
-        """Pauses for serving and for `strain`, and records every change of the reason. The run ends when memory is short or
-        after too
-        long a pause. A run that an operator requested ignores `strain`."""
+        """Pauses for serving and for `strain`, and records every change of the reason. The run ends when memory is
+        short or after too long a pause. A run that an operator requested ignores `strain`."""
         # An operator's run starts immediately, on battery or not.
         strained = None if self._asked else strain
         busy = self.yields(demand)
@@ -207,8 +205,8 @@ class RunJob:
                 self._context.end_run(run.id, state, reason)
 
     def may_hold(self, runs: Collection[int], *, held_out: bool) -> bool:
-        """Whether the child may have read one of the texts. runs: those that learn from one. held_out: one of the texts is held
-        out."""
+        """Whether the child may have read one of the texts. runs: those that learn from one. held_out: one of the texts
+        is held out."""
         return not self._texts_recorded or self._run.id in runs or (held_out and self._candidate is not None)
 
     def abandon(self, reason: str) -> None:

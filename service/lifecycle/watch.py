@@ -26,11 +26,11 @@ ATTEMPTS = 3
 MEMORY_SECONDS = 15.0
 """Seconds before a comparison asks for memory again."""
 PATIENCE = 4
-"""After PATIENCE times the wanted number of generations, every check except the last runs on fewer distinct texts: a very bad
-adapter shows in a few."""
+"""After PATIENCE times the wanted number of generations, every check except the last runs on fewer distinct texts: a
+very bad adapter shows in a few."""
 READ_FOR_EACH = 10
-"""Generations read per wanted text. After that many, or after as many as the log holds, the watch ends with the texts it
-has."""
+"""Generations read per wanted text. After that many, or after as many as the log holds, the watch ends with the texts
+it has."""
 LONGEST = timedelta(days=7)
 """Maximum age of a watch (or the log's retention time, if shorter); it then ends with the texts it has."""
 BLOCKS = timedelta(days=1)
@@ -44,13 +44,11 @@ load."""
 class Watch:
     """Tracks which adapter still has to be compared, and its comparison.
 
-    Undecided checks are stored as evaluations of kind INTERIM. The watch is over when one of kind WATCH is recorded: by a check
-    that
-    decided, by an operator who activated or rolled back the adapter, or after too many failed comparisons.
+    Undecided checks are stored as evaluations of kind INTERIM. The watch is over when one of kind WATCH is recorded: by
+    a check that decided, by an operator who activated or rolled back the adapter, or after too many failed comparisons.
 
-    on_scores: called with the scores of every check that left the adapter in place, and the newest generation (seq) at the
-    check's
-    start.
+    on_scores: called with the scores of every check that left the adapter in place, and the newest generation (seq) at
+    the check's start.
     """
 
     def __init__(self, context: LifecycleContext, on_scores: Callable[[AdapterRef, Scores, int], None]) -> None:
@@ -77,9 +75,9 @@ class Watch:
         return ref if adapters.evaluations(ref.id, EvaluationKind.GATE) else None
 
     def blocks_runs(self) -> bool:
-        """Whether training runs should wait for the watch: it is undecided, less than a day old, and has compared less than a
-        quarter of
-        its answers. A run on top of an undecided adapter is safe, because its gate also compares with the base draft."""
+        """Whether training runs should wait for the watch: it is undecided, less than a day old, and has compared less
+        than a quarter of its answers. A run on top of an undecided adapter is safe, because its gate also compares with
+        the base draft."""
         ref = self.pending()
         if ref is None:
             return False
@@ -168,8 +166,8 @@ class Watch:
 
 
 class WatchJob(ScoringJob):
-    """A child that scores the watched adapter, its parent and the base draft. done: number of earlier checks. last: no check
-    follows. read_to: newest generation (seq) at the start."""
+    """A child that scores the watched adapter, its parent and the base draft. done: number of earlier checks. last: no
+    check follows. read_to: newest generation (seq) at the start."""
 
     def __init__(
         self,

@@ -237,7 +237,7 @@ def test_a_run_that_was_cancelled_meanwhile_is_not_published(home: Home) -> None
     messages = perform(spec, give_up)
     assert of_type(messages, "progress")
     assert messages[-1]["type"] == "failed"
-    assert "no longer this process's" in messages[-1]["reason"]
+    assert "no longer belongs to this process" in messages[-1]["reason"]
     assert not of_type(messages, "candidate")
     assert home.published() == []
 
