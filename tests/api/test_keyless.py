@@ -91,9 +91,9 @@ def test_what_each_route_wants(place: Keyless, method: str, path: str) -> None:
     for headers in (FORWARDED, FORWARDED | place.owned, FORWARDED | {"host": "llm.example"}):
         code, message = call(place, method, path, headers)
         if public:
-            assert "make a key first" not in message
+            assert "create a key first" not in message
         else:
-            assert code == 403 and "make a key first" in message and "redraft keys create" in message
+            assert code == 403 and "create a key first" in message and "redraft keys create" in message
     # Pages of other sites get nothing, whatever they know.
     assert call(place, method, path, place.owned | {"origin": "https://evil.example"})[0] == 403
 
