@@ -221,8 +221,9 @@ def test_without_the_tokenizer_figures_are_shown_and_the_reason(
     done = redraft("cases", "show", 1, "--config", home.config)
     assert done.status == 0
     assert (
-        "the tokenizer of somebody/some-model is not on this disk: `redraft models get somebody/some-model`" in done.err
-    )
+        "the tokenizer of somebody/some-model is not on this disk: "
+        "download it with `redraft models get somebody/some-model`"
+    ) in done.err
     assert {row[0]: row[1] for row in cells(done.out)}["text before"] == ""
     one_sentence(redraft("cases", "list", "--text", "--config", home.config))
 
