@@ -1,4 +1,5 @@
-"""HTTP: routes, schemas, server-sent events, limits, one error shape. Sees the rest only through core's protocols."""
+"""HTTP: routes, schemas, server-sent events, limits, one error shape. Sees the rest of the server only through core's
+protocols."""
 
 from service.api.application import Doors, build_api, build_startup_api
 from service.api.asking import ModelNames

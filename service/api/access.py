@@ -1,9 +1,9 @@
-"""What every route asks for, and who calls.
+"""The access level that every route requires, and the identification of callers.
 
-A caller shows an API key (`Authorization: Bearer`, or `x-api-key` as Anthropic's clients do), or the page's session cookie. As
-long as a server on a loopback address has never had a key, it asks for none. Programs on this machine may then do everything
-but read and erase recorded texts, which takes the token of the home folder, shown like a key; requests that a proxy has passed
-on may do nothing.
+A caller presents an API key (`Authorization: Bearer`, or `x-api-key` as Anthropic's clients do), or the page's session
+cookie. A server on a loopback address that has never had a key does not require one. Local programs may then do
+everything except read and erase recorded texts, which requires the token in the home folder, sent like a key. Requests
+forwarded by a proxy are refused.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ ROUTES: Mapping[tuple[str, str], Access] = {
     ("GET", "/history"): Access.LOCAL,
     ("GET", "/cases"): Access.OPERATOR,
 }
-"""By method and path. LOCAL: what an operator may do that neither shows nor destroys a client's text. A route that is not
-here cannot be served (`check_routes`); a path that no route has asks for a key, so that nobody without one learns which there
-are."""
+"""Access by method and path. LOCAL: operator actions that neither show nor destroy a client's text. A route that is not
+listed here cannot be served (`check_routes`). A path without a route requires a key, so that callers without one cannot
+find out which routes exist."""
 
 COOKIE = "redraft_session"
 BEARER = re.compile(r"bearer +(\S+)", re.IGNORECASE)
 
 
 def check_routes(router: APIRouter) -> None:
-    """Raises LookupError where a route is not in ROUTES."""
+    """Raises LookupError if a route is not in ROUTES."""
     for route in router.routes:
         if isinstance(route, APIRoute):
             for method in route.methods or ():
@@ -81,7 +81,7 @@ def check_routes(router: APIRouter) -> None:
 
 
 class Policy:
-    """What a request asks for, by its method and path."""
+    """The access level that a request requires, by its method and path."""
 
     def __init__(self, routes: Mapping[tuple[str, str], Access] = ROUTES) -> None:
         patterns = [(method, _pattern(path), access) for (method, path), access in routes.items()]
@@ -89,12 +89,12 @@ class Policy:
         self._patterns = sorted(patterns, key=lambda each: "[" in each[1].pattern)
 
     def access(self, method: str, path: str) -> Access:
-        """CLIENT for what no route has."""
+        """The required access; CLIENT for paths without a route."""
         found = (access for name, pattern, access in self._patterns if name == method and pattern.fullmatch(path))
         return next(found, Access.CLIENT)
 
     def methods(self, path: str) -> list[str]:
-        """Those that routes have for a path."""
+        """The methods that routes have for a path."""
         return sorted({method for method, pattern, _ in self._patterns if pattern.fullmatch(path)})
 
 
@@ -108,23 +108,23 @@ def _pattern(path: str) -> re.Pattern[str]:
 
 
 def caller_of(connection: HTTPConnection) -> Caller:
-    """Who sent a request, as the guard found."""
+    """The caller of a request, as identified by the guard."""
     return cast("Caller", connection.state.caller)
 
 
 def still_allowed(connection: HTTPConnection) -> Callable[[], bool]:
-    """Whether the guard would let this request in now: its key may be revoked since, its session over."""
+    """A check whether the guard would admit this request now: its key may have been revoked, or its session may have ended."""
     return cast("Callable[[], bool]", connection.state.still_allowed)
 
 
 class Guard:
-    """ASGI middleware in front of every route: who calls, from where, and whether that is enough. 401 without a key that opens
-    anything, 403 with one that does not open this route, for pages of other sites, for hosts that are not this server's, and
-    for requests that a proxy has passed on to a server without keys.
+    """ASGI middleware in front of every route that identifies the caller and checks its access. 401 without a valid
+    key; 403 with a key that does not open this route, for pages of other sites, for foreign hosts, and for requests
+    forwarded by a proxy to a server without keys.
 
-    `Host` is checked where a request without a key may do something: on a server without keys. A page whose name was made to
-    resolve to this machine has neither a key nor a cookie of this server. Health is for probes, which call by address. The
-    cookie counts for requests of our own page alone.
+    `Host` is checked where a request without a key is allowed, that is on a server without keys. A page whose host name
+    was made to resolve to this machine has neither a key nor a cookie of this server. Health is not checked, because
+    probes call by address. The cookie only counts for requests of the server's own page.
     """
 
     def __init__(self, app: ASGIApp, doorkeeper: Doorkeeper, hosts: Hosts, metrics: Metrics) -> None:
@@ -138,7 +138,8 @@ class Guard:
         """ASGI."""
         if scope["type"] == "http":
             if scope["path"].endswith("\n"):
-                # The router's patterns match before a line's end: such a path would be a route there and none here.
+                # The router's patterns match before a trailing newline: such a path would be a route there, but not
+                # here.
                 await answer(NotFound("no such path"), scope)(scope, receive, send)
                 return
             state = scope.setdefault("state", {})
@@ -163,15 +164,15 @@ class Guard:
         """Raises Unauthorized, Forbidden."""
         wanted = self._policy.access(scope["method"], scope["path"])
         keyless = self._doorkeeper.without_key.access > Access.PUBLIC
-        # The token opens nothing here either: it is for this machine.
+        # The token does not help here either: it is for this machine.
         if keyless and wanted > Access.PUBLIC and (header := forwarding_header(scope)) is not None:
             raise Forbidden(
-                "this request came through a proxy, and a server without API keys answers this machine alone: make a key first "
-                "(`redraft keys create NAME`) and send it as `Authorization: Bearer KEY`",
+                "this request came through a proxy, and a server without API keys only answers this machine: create "
+                "a key first (`redraft keys create NAME`) and send it as `Authorization: Bearer KEY`",
                 field=printable(header),
             )
         keys = set(_keys(scope))
-        # A key that opens nothing does not count: desktop apps send a token of another service beside ours.
+        # Invalid keys are ignored: desktop apps also send the token of another service.
         callers = {caller for key in keys if (caller := self._doorkeeper.by_key(key)) is not None}
         if len(callers) > 1:
             raise Unauthorized("the request carries two different keys")
@@ -186,14 +187,14 @@ class Guard:
         if caller.access >= wanted:
             return caller
         if caller.access is Access.PUBLIC:
-            raise Unauthorized("this API key opens nothing here" if keys else "this server asks for an API key")
+            raise Unauthorized("this API key is not valid here" if keys else "this server requires an API key")
         if keyless:
             raise Forbidden(
-                "this route shows or ends what others have asked: send the token in the file `token` of the server's home "
+                "this route shows or ends other callers' requests: send the token in the file `token` of the server's home "
                 "folder as `Authorization: Bearer TOKEN`, or open the link that `redraft serve` prints",
                 field="Authorization",
             )
-        raise Forbidden("this route wants an operator's key", field="Authorization")
+        raise Forbidden("this route requires an operator's key", field="Authorization")
 
 
 def _is_health(path: str) -> bool:
@@ -209,5 +210,5 @@ def _keys(scope: Scope) -> Iterable[str]:
 
 
 def _cookie(scope: Scope) -> str | None:
-    # Python's own parser drops all cookies for one that it does not know, such as those of other programs on this host.
+    # Python's own parser drops all cookies after an invalid one, such as those of other programs on this host.
     return HTTPConnection(scope).cookies.get(COOKIE)

@@ -1,4 +1,4 @@
-"""The versions of the draft's adapter: which there are, which one serves, and deleting their files."""
+"""The versions of the draft's adapter: lists them, switches between them, and deletes their files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Expected = Annotated[int | None, Query(ge=0, lt=2**63), NUMERAL]
 
 
 def adapter_routes(service: GenerationService, operator: Operator, threads: CapacityLimiter) -> APIRouter:
-    """The routes that show and delete adapter versions and change which one is active. threads: for calls that block."""
+    """Routes that show and delete adapter versions and change the active one. threads: for blocking calls."""
     router = APIRouter(route_class=StrictRoute)
 
     @router.get("/adapters")
@@ -30,19 +30,19 @@ def adapter_routes(service: GenerationService, operator: Operator, threads: Capa
 
     @router.post("/adapters/{id}/activate")
     async def activate(adapter_id: AdapterId) -> SwitchAnswer:
-        """Make this version the active one from the next round on; 0 is the bare draft."""
+        """Make this version the active one from the next round on; 0 is the base draft."""
         return _switched(await to_thread.run_sync(operator.activate, adapter_id, limiter=threads))
 
     @router.delete("/adapters/{id}/files")
     async def remove(adapter_id: AdapterId) -> AdapterAnswer:
-        """Delete the files of a version that does not serve; 409 for the active one."""
+        """Delete the files of a version that is not serving; 409 for the active one."""
         return AdapterAnswer.model_validate(
             await to_thread.run_sync(operator.remove_adapter, adapter_id, limiter=threads)
         )
 
     @router.post("/adapters/rollback")
     async def rollback(expected: Expected = None) -> SwitchAnswer:
-        """Back to the version that the active one was trained on top of; 409 when another version than `expected` serves."""
+        """Roll back to the version that the active one was trained on; 409 if another version than `expected` is serving."""
         return _switched(await to_thread.run_sync(operator.rollback, expected, limiter=threads))
 
     return router

@@ -1,4 +1,4 @@
-"""The answers of a request as they grow: text, reasoning and tool calls in the order in which the model wrote them."""
+"""The answers to a request as they grow: text, reasoning and tool calls in the order the model wrote them."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from service.core import (
 )
 
 CLIENT_GONE = 499
-"""nginx's status for a client that disconnected, which no client sees."""
+"""nginx's status for a client that disconnected; no client sees it."""
 
 
 class EndReason(StrEnum):
-    """Why an answer ended, in OpenAI's words."""
+    """Why an answer ended, in OpenAI's terms."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -43,23 +43,23 @@ class EndReason(StrEnum):
 
 @dataclass(slots=True)
 class Answer:
-    """One answer, as far as it is there. reader: None where the text is not split."""
+    """One answer so far. reader: None if the text is not split."""
 
     reader: AnswerReader | None
     pieces: list[Piece] = field(default_factory=list[Piece])
     """As they came, in order."""
     calls: list[ToolCall] = field(default_factory=list[ToolCall])
-    """The tool calls among them; each has an id."""
+    """Its tool calls, each with an id."""
     logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
     tokens: int = 0
     """Output tokens so far."""
     prompt_logprobs: PromptLogprobs | None = None
-    """Of its prompt, where they are wanted: there before anything else is."""
+    """Log-probabilities of its prompt, if requested; available before anything else."""
     finished: Finished | None = None
     begun: bool = False
-    """Its first token came, or its end without any."""
+    """Its first token has arrived, or its end without any."""
     enough: bool = False
-    """It was ended after its first call, whatever the model made before it knew of that."""
+    """It was ended after its first call; later output is ignored."""
 
     @property
     def text(self) -> str:
@@ -76,7 +76,7 @@ class Answer:
 
     @property
     def items(self) -> list[Piece]:
-        """The pieces with neighbours of one kind joined: a text, a reasoning or a call each."""
+        """The pieces with adjacent ones of the same kind joined: texts, reasonings and calls."""
         joined: list[Piece] = []
         for kind, group in groupby(self.pieces, key=attrgetter("kind")):
             pieces = list(group)
@@ -85,7 +85,7 @@ class Answer:
 
     @property
     def timings(self) -> Timings:
-        """Of the answer, which has ended."""
+        """Timings of the finished answer."""
         assert self.finished is not None
         return self.finished.timings
 
@@ -102,11 +102,11 @@ class Answer:
             return EndReason.LENGTH
         if self.calls:
             return EndReason.TOOL_CALLS
-        # What was cancelled is not whole, and these routes have one word for that.
+        # A cancelled answer is incomplete, for which these routes only have one value.
         return EndReason.STOP if self.finished.finish is FinishReason.STOP else EndReason.LENGTH
 
     def add(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Append pieces; returns them as they are to be sent, each call with an id that no other has."""
+        """Appends pieces. Returns them as they are to be sent, each call with a unique id."""
         sent: list[Piece] = []
         for piece in pieces:
             new = piece
@@ -123,8 +123,8 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one event added to an answer. first: it has the answer's first token, whose text may be withheld yet, or is the end
-    of an answer without any. ended: it was the last."""
+    """What one event added to an answer. first: it contains the first token, whose text may still be withheld, or the
+    end of an empty answer. ended: it was the last one."""
 
     index: int
     pieces: Sequence[Piece]
@@ -136,9 +136,9 @@ class Part:
 async def read_parts(
     exchange: Exchange, answers: Sequence[Answer], patience: float | None, *, one_call: bool = False
 ) -> AsyncIterator[Part | None]:
-    """What is added to the answers, event by event, which they then hold. patience: of a stream: None comes after so many
-    seconds in which nothing was added, whether or not a withheld text grew. one_call: an answer ends after its first tool
-    call. Raises as Exchange.events."""
+    """Yields the additions to the answers, event by event, after storing them there. patience: for streams, None is
+    yielded after this many seconds without an addition, even if a withheld text grew. one_call: an answer ends after
+    its first tool call. Raises like Exchange.events."""
     added_at = time.monotonic()
     async for event in exchange.events(patience):
         if event is None:
@@ -187,8 +187,8 @@ def _first_call(pieces: Sequence[Piece]) -> int | None:
 async def collect(
     exchange: Exchange, answers: Sequence[Answer], request: Request, *, one_call: bool = False
 ) -> Response | None:
-    """Wait for whole answers; what to respond with where there are none: the error, or nothing as soon as the client
-    disconnects, which a handler that writes nothing learns only by receiving. The exchange is closed at the end."""
+    """Waits for complete answers. Returns the response if there are none: the error, or None as soon as the client
+    disconnects, which a handler that writes nothing only learns by receiving. Closes the exchange at the end."""
 
     async def whole() -> None:
         async for _ in read_parts(exchange, answers, None, one_call=one_call):
@@ -216,5 +216,5 @@ async def _disconnected(request: Request) -> None:
 
 
 def combined_timings(answers: Sequence[Answer], per_prompt: int) -> Timings:
-    """Those of several answers, so many to each prompt: tokens and rounds are summed, times are of the longest."""
+    """The timings of several answers, `per_prompt` for each prompt: tokens and rounds are summed, times are the longest."""
     return Timings.combined([answer.timings for answer in answers], per_prompt)

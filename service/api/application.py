@@ -1,4 +1,4 @@
-"""The HTTP applications, put together from their parts: one that serves, and one that answers while the models load."""
+"""The two HTTP applications: one that serves, and one that answers while the models load."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from service.core import (
 from service.metrics import Metrics
 
 OPERATOR_THREADS = 4
-"""Calls to the operator block while a draft loads: threads of their own keep them from taking up those that tokenise."""
+"""Operator calls block while a draft loads: separate threads keep them from occupying those for tokenising."""
 START_RETRY_SECONDS = 5
 
 Documented = dict[int | str, dict[str, Any]]
@@ -63,10 +63,10 @@ ANTHROPIC_ERRORS: Documented = {"4XX": {"model": AnthropicErrorAnswer}, "5XX": {
 
 @dataclass(frozen=True, slots=True)
 class Doors:
-    """Who may call, and how often. allowed_hosts: names and addresses of this server, without ports. cors_origins: origins of
-    other pages that may call it. rate_limit: see RateLimit; None: no limit. share_across_keys: requests with other keys may use
-    each other's cached prefixes and look-ups.
-    draft_counts: clients' answers say how many tokens were drafted and accepted, also where there are several keys."""
+    """Access rules. allowed_hosts: names and addresses of this server, without ports. cors_origins: origins of other
+    pages that may call it. rate_limit: see RateLimit; None: no limit. share_across_keys: requests with different keys
+    may share cached prefixes and prompt lookup. draft_counts: clients see how many tokens were drafted and accepted,
+    even with several keys."""
 
     keeper: Doorkeeper
     allowed_hosts: Collection[str]
@@ -76,12 +76,12 @@ class Doors:
     draft_counts: bool = False
 
     def shows_draft_counts(self, caller: Caller) -> bool:
-        """Whether a caller's answers say how many tokens were drafted and accepted. With several keys that says something about
-        texts of others, from which the draft has learnt: it is for operators then."""
+        """Whether a caller's answers contain the numbers of drafted and accepted tokens. With several keys these reveal
+        something about other callers' texts, which the draft has learnt from; then they are only for operators."""
         return self.draft_counts or caller.access >= Access.LOCAL or not self.keeper.several
 
     def install(self, app: FastAPI, metrics: Metrics) -> None:
-        """Put what every request passes in front of an application's routes."""
+        """Adds the middleware in front of an application's routes."""
         hosts = Hosts(self.allowed_hosts, self.cors_origins)
         app.add_middleware(Guard, doorkeeper=self.keeper, hosts=hosts, metrics=metrics)
         app.add_middleware(ErrorBoundary, metrics=metrics)
@@ -98,7 +98,8 @@ class Doors:
 
 
 class CrossOrigin(CORSMiddleware):
-    """Tells browsers that pages of these origins may call. Requests of other origins go on to the guard, which refuses them."""
+    """Allows browsers to call from pages of these origins. Requests from other origins pass on to the guard, which
+    refuses them."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -122,12 +123,12 @@ def build_api(
     strict: bool = False,
     replies: Replies | None = None,
 ) -> FastAPI:
-    """The ASGI application. It starts and stops nothing: that is its builder's business.
+    """The ASGI application. Starting and stopping its parts is left to the caller.
 
-    overview, feed: what the page shows. defaults: sampling where a request to an OpenAI or Anthropic route says nothing; None:
-    greedy. strict: see Frontend. replies: those that later requests may refer to; None: none is kept.
+    overview, feed: data of the page. defaults: sampling for OpenAI and Anthropic requests that leave it open; None:
+    greedy. strict: see Frontend. replies: replies that later requests may refer to; None: none are kept.
     """
-    # No documentation pages: they would load scripts from elsewhere. The schema itself is at /openapi.json.
+    # No documentation pages, which would load external scripts. The schema itself is at /openapi.json.
     app = FastAPI(title="Redraft", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.max_context = limits.max_context
     threads = CapacityLimiter(OPERATOR_THREADS)
@@ -177,7 +178,7 @@ def build_api(
 def build_startup_api(*, stage: Callable[[], str], metrics: Metrics, doors: Doors) -> FastAPI:
     """The ASGI application while the models load: alive, not ready, the page, and 503 with Retry-After on every other route.
 
-    stage: what start-up is doing now, in a word; the message of every 503 ends with it.
+    stage: the current stage of start-up in a word; the message of every 503 ends with it.
     """
     app = FastAPI(openapi_url=None, redirect_slashes=False)
 

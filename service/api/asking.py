@@ -1,4 +1,4 @@
-"""What a request asks for, whatever route it came by, and how it gets to the engine."""
+"""What a request asks for, independent of its route, and how it reaches the engine."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from service.core import (
 from service.metrics import Metrics
 
 BATCH_SHARE = 2
-"""A request with many prompts has this part of rows and queue at a time: one of so many."""
+"""A request with many prompts uses 1 / BATCH_SHARE of rows and queue at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation as chat templates take it. tools: in the shape of OpenAI's chat route. options: further arguments of the
-    template. strict: names of tools whose arguments are to be valid. end: how the prompt ends."""
+    """A conversation in the form chat templates expect. tools: in the shape of OpenAI's chat route. options: further
+    template arguments. strict: names of tools whose arguments must be valid. end: how the prompt ends."""
 
     messages: Sequence[Mapping[str, object]]
     tools: Sequence[Mapping[str, object]] = ()
@@ -51,13 +51,13 @@ class Chat:
 
     @property
     def user_messages(self) -> list[str]:
-        """What the user said, in order."""
+        """The user's messages, in order."""
         return [str(turn["content"]) for turn in self.messages if turn["role"] == "user"]
 
 
 @dataclass(frozen=True, slots=True)
 class ForcedCalls:
-    """The answer is to call tools. name: this one; None: any. several: as often as the model likes."""
+    """The answer must call tools. name: this one; None: any. several: more than one call is allowed."""
 
     name: str | None
     several: bool
@@ -65,12 +65,14 @@ class ForcedCalls:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One prompt (a chat, a text, or token ids) and how it is to be answered. max_tokens: None for `default_max_tokens`, or for
-    as many as the context holds where that is None too; 0: the prompt is read, and nothing is generated. split: reasoning and
-    calls in the answer to a chat are split from its text. capped: a max_tokens that the context cannot hold is lowered even
-    where the server is strict. bad_words: texts that are never said. prediction: what the answer is expected to be.
-    show_special: special tokens are part of the answer's text. prompt_field, max_tokens_field: their names in the request, for
-    errors."""
+    """One prompt (a chat, a text, or token ids) and the options for its answer.
+
+    max_tokens: None for `default_max_tokens`, or up to the context length if that is None too; 0: the prompt is read
+    and nothing is generated. split: reasoning and calls are separated from the text of a chat's answer. capped: a
+    max_tokens beyond the context is lowered even if the server is strict. bad_words: texts that must not be generated.
+    prediction: the expected answer. show_special: special tokens are part of the text. prompt_field, max_tokens_field:
+    their names in the request, for errors.
+    """
 
     prompt: Chat | str | Sequence[int]
     sampling: Sampling
@@ -102,19 +104,19 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class ModelNames:
-    """The name of the served model, and other names that requests may use for it."""
+    """The name of the served model and its aliases in requests."""
 
     name: str
     aliases: Sequence[str] = ()
 
     @classmethod
     def of_target(cls, target: str, aliases: Sequence[str]) -> ModelNames:
-        """Of a target as it is configured: a folder is known by its own name, and by its path as well. Aliases come first,
-        and the first of them is then the model's name."""
+        """Names for a configured target: a folder is known by its own name and by its path. Aliases come first, and the
+        first one becomes the model's name."""
         folder = Path(os.path.abspath(Path(target).expanduser()))
         if not folder.is_dir():
             return cls._of(*aliases, target)
-        # In the hub's cache a folder is called by its revision: models--owner--name/snapshots/revision.
+        # In the hub's cache a folder is named after its revision: models--owner--name/snapshots/revision.
         kept = folder.parent.parent.name if folder.parent.name == "snapshots" else ""
         name = kept.removeprefix("models--").replace("--", "/") if kept.startswith("models--") else folder.name
         return cls._of(*aliases, name or target, target)
@@ -125,22 +127,21 @@ class ModelNames:
 
     @property
     def all(self) -> list[str]:
-        """Every name, the model's own first."""
+        """Every name, the model's main name first."""
         return list(dict.fromkeys((self.name, *self.aliases)))
 
     def check(self, name: str | None) -> None:
-        """Raises NotFound with the list for a name that is not served."""
+        """Raises NotFound, listing the served names, for any other name."""
         if name is not None and name not in self.all:
             raise ModelNotFound(f"this server has no such model; it serves {', '.join(self.all)}")
 
 
 @dataclass(frozen=True, slots=True)
 class Frontend:
-    """What the routes that generate have in common. defaults: sampling where a request to an OpenAI or Anthropic route says
-    nothing. share: requests with other keys may use each other's cached prefixes and look-ups. openings: how conversations
-    began. shows_draft_counts: whether a caller's answers say how many tokens were drafted and accepted. strict: fields that
-    this server never heard of, and names of models that it does not serve, are refused. replies: those that later requests
-    may refer to."""
+    """Shared state of the routes that generate. defaults: sampling for OpenAI and Anthropic requests that leave it
+    open. share: requests with different keys may share cached prefixes and prompt lookup. openings: how conversations
+    began. shows_draft_counts: whether a caller's answers contain the numbers of drafted and accepted tokens. strict:
+    unknown fields and model names are refused. replies: replies that later requests may refer to."""
 
     service: GenerationService
     encoder: Encoder
@@ -158,10 +159,13 @@ class Frontend:
     async def submit(
         self, asked: Sequence[Asked], caller: Caller, *, each: int = 1, live: bool, route: str
     ) -> tuple[Exchange, list[Answer]]:
-        """Encode the prompts and queue answers to them, `each` to each of them, those of the first prompt first. Where they are
-        more than a request may have in the queue (`_places`), others follow as answers end. A prompt that cannot fit by its
-        bytes is not encoded, and none is where the queue has no place for answers to the first. live: events are wanted as they
-        come, not only at an answer's end. route: the request's path. Raises BadRequest, Overloaded, Unavailable."""
+        """Encodes the prompts and queues `each` answers to each of them, those of the first prompt first.
+
+        Answers beyond a request's limit in the queue (`_places`) follow as others end. A prompt that cannot fit by its
+        byte count is not encoded, and no prompt is if the queue is too full for the answers to the first one. live:
+        events are wanted as they arrive, not only at an answer's end. route: the request's path. Raises BadRequest,
+        Overloaded, Unavailable.
+        """
         for one in asked:
             check_size(one, self.limits)
         self._check_count(each)
@@ -174,7 +178,7 @@ class Frontend:
             prompts = [prompt for prompt, _ in encoded]
             exchange.ignored += _lowered(asked, prompts)
             if any(one.constrained for one in asked):
-                # On threads of their own: a grammar may take seconds, and other routes need theirs meanwhile.
+                # On separate threads: a grammar may take seconds, and other routes need their threads in the meantime.
                 prompts = await COMPILING.run(self._constrained, encoded, asked, exchange)
             salt = "" if self.share or caller.key is None else caller.key
             prompts = [replace(prompt, api_key=caller.key, cache_salt=salt) for prompt in prompts]
@@ -187,30 +191,29 @@ class Frontend:
         return exchange, made
 
     def _check_count(self, each: int) -> None:
-        """Raises BadRequest for more answers to a prompt than there are rows and places in the queue."""
+        """Raises BadRequest for more answers to a prompt than rows and queue can hold."""
         most = self.limits.max_answers
         if most is not None and each > most:
             raise BadRequest(
-                f"{each} answers are more than the {most} that run and wait at once (engine.max_rows and "
+                f"{each} answers exceed the {most} that can run and wait at once (engine.max_rows and "
                 "engine.max_waiting)",
                 field="n",
             )
 
     def _places(self, count: int, least: int, held: ExitStack) -> list[Place]:
-        """Places in the queue for so many answers, or for those that a request of many prompts may have there at a time: half
-        of rows and queue, so that others find places too. Raises Overloaded where there are not even `least`."""
+        """Queue slots for `count` answers, but at most half of rows and queue for a request with many prompts, so that
+        others find slots too. Raises Overloaded if fewer than `least` are free."""
         most = self.limits.max_answers
         wanted = count if most is None else min(count, max(least, most // BATCH_SHARE))
         places = [held.enter_context(self.service.reserve()) for _ in range(least)]
-        # Where others have taken the rest, fewer are there at a time.
+        # If others have taken the rest, fewer answers run at a time.
         with suppress(Overloaded):
             while len(places) < wanted:
                 places.append(held.enter_context(self.service.reserve()))
         return places
 
     def _encoded(self, asked: Sequence[Asked], each: int) -> tuple[list[tuple[Prompt, Reasoning]], list[Answer]]:
-        """The prompts with what they have done about reasoning, and their answers before anything of them is there. Waits for
-        the tokenizer."""
+        """The prompts with their state of reasoning, and their empty answers. Waits for the tokenizer."""
         found = [
             to_prompt(one, self.encoder, self.limits, self.openings, self.defaults, strict=self.strict) for one in asked
         ]
@@ -220,7 +223,7 @@ class Frontend:
     def _constrained(
         self, encoded: Sequence[tuple[Prompt, Reasoning]], asked: Sequence[Asked], exchange: Exchange
     ) -> list[Prompt]:
-        """The same prompts with their constraints, compiled where that was not done before. Raises BadRequest."""
+        """The same prompts with their constraints, compiled if they are not cached. Raises BadRequest."""
         found: list[Prompt] = []
         names: dict[str, None] = {}
         for (prompt, reasoning), one in zip(encoded, asked, strict=True):
@@ -232,9 +235,7 @@ class Frontend:
             found.append(replace(prompt, constraint=constraint))
             names |= dict.fromkeys(f"{grammar.field}.{name}" for name in constraint.unenforced)
         if names and self.strict:
-            raise BadRequest(
-                f"this server is strict, and {', '.join(names)} cannot be enforced", field=next(iter(names))
-            )
+            raise BadRequest(f"this server is strict and cannot enforce {', '.join(names)}", field=next(iter(names)))
         exchange.ignored += names
         return found
 
@@ -246,7 +247,7 @@ class Frontend:
 
 
 def _lowered(asked: Sequence[Asked], prompts: Sequence[Prompt]) -> list[str]:
-    """Names of fields that ask for longer answers than there is room for."""
+    """Names of fields whose requested answer length was lowered to the available room."""
     return [
         one.max_tokens_field
         for one, prompt in zip(asked, prompts, strict=True)
@@ -255,7 +256,7 @@ def _lowered(asked: Sequence[Asked], prompts: Sequence[Prompt]) -> list[str]:
 
 
 def _answer_number(prompt: Prompt, index: int) -> Prompt:
-    """The prompt of the answer of this number: each has a seed and a constraint of its own."""
+    """The prompt for the answer with this number, which has its own seed and constraint."""
     if index == 0:
         return prompt
     sampling, constraint = prompt.sampling, prompt.constraint
@@ -265,12 +266,12 @@ def _answer_number(prompt: Prompt, index: int) -> Prompt:
 
 
 def check_size(asked: Asked, limits: Limits) -> None:
-    """Raises ContextExceeded for a prompt that cannot fit by its bytes, which costs nothing to count."""
+    """Raises ContextExceeded for a prompt that cannot fit by its byte count, which is cheap to determine."""
     if limits.max_prompt_bytes is None:
         return
     match asked.prompt:
         case Chat(messages=turns):
-            # Chat templates may trim messages, and drop system messages or earlier answers, so neither is counted.
+            # Chat templates may trim messages and drop system messages or earlier answers, so neither is counted.
             texts: Iterable[str] = (str(turn["content"]) for turn in turns if turn["role"] == "user")
         case str() as text:
             texts = [text]
@@ -283,7 +284,7 @@ def check_size(asked: Asked, limits: Limits) -> None:
 
 
 def _too_long(asked: Asked, reason: str, tokens: int, limits: Limits) -> ContextExceeded:
-    """tokens: of the prompt, at least. A prompt that fills the context leaves no room for an answer."""
+    """tokens: minimum length of the prompt. A prompt that fills the context leaves no room for an answer."""
     message = f"{asked.prompt_field} is too long: {reason}"
     limit = min(limits.max_context, tokens - 1)
     return ContextExceeded(message, asked.prompt_field, prompt_tokens=tokens, limit=limit)
@@ -292,13 +293,13 @@ def _too_long(asked: Asked, reason: str, tokens: int, limits: Limits) -> Context
 def to_prompt(
     asked: Asked, encoder: Encoder, limits: Limits, openings: Openings, defaults: Sampling, *, strict: bool = False
 ) -> tuple[Prompt, Reasoning]:
-    """What is asked as the engine takes it, encoded, without its constraint, and how its answer begins. defaults: the model's
-    own sampling. strict: a max_tokens beyond the room is refused instead of lowered. Raises BadRequest naming the field that
-    cannot be served."""
+    """Encodes a request for the engine, without its constraint, and returns how its answer begins. defaults: the
+    model's own sampling. strict: a max_tokens beyond the context is refused instead of lowered. Raises BadRequest
+    naming the field that cannot be served."""
     wanted, name = asked.max_tokens, asked.max_tokens_field
     refused = strict and not asked.capped
     if wanted is not None and wanted > limits.max_tokens and refused:
-        raise BadRequest(f"{name} is {limits.max_tokens} at most", field=name)
+        raise BadRequest(f"{name} must be at most {limits.max_tokens}", field=name)
     encoded = _encode(asked, encoder)
     tokens, reasoning = encoded.tokens, encoded.reasoning if asked.split else Reasoning.CLOSED
     left = limits.max_context - len(tokens)
@@ -311,9 +312,11 @@ def to_prompt(
     most = min(asked.default_max_tokens or left if wanted is None else wanted, limits.max_tokens, left)
     sampling = replace(asked.sampling, max_tokens=most, bad_words=_bad_words(asked, encoder))
     if sampling.min_tokens > most:
-        raise BadRequest(f"min_tokens is {most} at most here: the answer may have no more tokens", field="min_tokens")
+        raise BadRequest(
+            f"min_tokens must be at most {most} here, the maximum length of the answer", field="min_tokens"
+        )
     if any(token >= encoder.vocabulary for token in sampling.stop_token_ids):
-        raise BadRequest(f"token ids are below {encoder.vocabulary}", field="stop_token_ids")
+        raise BadRequest(f"token ids must be below {encoder.vocabulary}", field="stop_token_ids")
     prompt = Prompt(
         tokens,
         sampling,
@@ -325,9 +328,9 @@ def to_prompt(
         logprobs=asked.logprobs,
         logprob_of_end=asked.logprob_of_end,
         prompt_logprobs=asked.prompt_logprobs,
-        # Nothing is drafted for an answer of one token, which is how a prompt's log-probabilities are asked for.
+        # An answer of one token is how clients request a prompt's log-probabilities; drafting would be useless.
         num_draft_tokens=0 if asked.prompt_logprobs is not None and most <= 1 else asked.num_draft_tokens,
-        # The answer cannot hold more than the context.
+        # The answer cannot be longer than the context.
         prediction=encoder.encode_answer(asked.prediction[: limits.max_prompt_bytes]) if asked.prediction else (),
         hidden=_hidden(asked, encoder),
     )
@@ -344,16 +347,16 @@ def _hidden(asked: Asked, encoder: Encoder) -> HiddenTokens:
 
 
 def _bad_words(asked: Asked, encoder: Encoder) -> tuple[tuple[int, ...], ...]:
-    """Token ids of what is never said. Raises BadRequest for a text without tokens."""
+    """Token ids of the texts that must not be generated. Raises BadRequest for a text without tokens."""
     found = [encoder.encode_word(word) for word in asked.bad_words]
     if not all(found):
-        raise BadRequest("a text without tokens cannot be kept from being said", field=f"bad_words.{found.index(())}")
-    # Without a logit a token is never said, nor is a text that has it.
+        raise BadRequest("a text without tokens cannot be excluded", field=f"bad_words.{found.index(())}")
+    # A token without a logit is never generated, nor is a text that contains it.
     return tuple(dict.fromkeys(ids for each in found for ids in each if max(ids) < encoder.vocabulary))
 
 
 def _grammar(asked: Asked, encoder: Encoder) -> Grammar | None:
-    """Raises BadRequest where calls are forced that cannot be, or a format leaves no room for calls."""
+    """Raises BadRequest when forced calls are impossible, or when a format excludes calls."""
     forced = asked.forced_calls
     if forced is None:
         if not isinstance(asked.prompt, Chat) or not asked.prompt.tools:
@@ -363,7 +366,7 @@ def _grammar(asked: Asked, encoder: Encoder) -> Grammar | None:
             return encoder.free_call_grammar(asked.prompt.tools, strict) if strict else None
         return encoder.call_grammar(asked.prompt.tools, several=True, otherwise=asked.grammar)
     if asked.grammar is not None:
-        raise BadRequest("forced calls leave no room for another format", field="tool_choice")
+        raise BadRequest("forced calls cannot be combined with another format", field="tool_choice")
     tools = asked.prompt.tools if isinstance(asked.prompt, Chat) else ()
     if forced.name is not None:
         tools = [tool for tool in tools if _name(tool) == forced.name]
@@ -399,12 +402,12 @@ def _encode(asked: Asked, encoder: Encoder) -> EncodedChat:
             return encoded
         case tokens:
             if any(not 0 <= token < encoder.vocabulary for token in tokens):
-                raise BadRequest(f"token ids are below {encoder.vocabulary}", field=asked.prompt_field)
+                raise BadRequest(f"token ids must be below {encoder.vocabulary}", field=asked.prompt_field)
             return EncodedChat(tuple(tokens))
 
 
 def _check_known(tokens: tuple[int, ...], asked: Asked, encoder: Encoder) -> None:
-    """Raises BadRequest for a token that the model lacks: some tokenizers have more than their model."""
+    """Raises BadRequest for a token that the model lacks: some tokenizers have more tokens than their model."""
     for token in tokens:
         if token >= encoder.vocabulary:
             name = encoder.token_bytes(token).decode("utf-8", "replace")
@@ -416,7 +419,7 @@ def _check_known(tokens: tuple[int, ...], asked: Asked, encoder: Encoder) -> Non
 
 
 def encode_chat(chat: Chat, encoder: Encoder, field: str = "messages") -> EncodedChat:
-    """The prompt of a chat. field: the name of the messages in the request, for errors. Raises BadRequest."""
+    """Encodes the prompt of a chat. field: the name of the messages in the request, for errors. Raises BadRequest."""
     try:
         return encoder.encode_chat(chat.messages, chat.tools, chat.options, chat.end)
     except BadRequest as error:

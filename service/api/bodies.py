@@ -1,7 +1,8 @@
-"""Bodies that clients send: what is absent in them, and what is accepted without being served.
+"""Request bodies of client programs: which values count as absent, and which fields are accepted without being served.
 
-A client's program sends fields that this server never heard of, and fields of other servers with values that ask for nothing.
-Neither keeps it from being answered: see ClientModel. What would change the answer and is not served is refused: see NotServed.
+Client programs send fields that this server does not know, and fields of other servers with values that request
+nothing. Neither causes an error: see ClientModel. A value that would change the answer but is not served is refused:
+see NotServed.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 NEUTRAL_VALUES: tuple[object, ...] = (None, False, "", [], {})
 NEUTRAL: dict[str, Any] = {"enum": list(NEUTRAL_VALUES)}
-"""In the document: values that are as good as absent."""
+"""For the OpenAPI document: values that count as absent."""
 NOT_SERVED = "not_served"
-"""Kind of a problem whose message is a whole sentence that says what is not served."""
+"""Type of a validation error whose message is a complete sentence about an unsupported feature."""
 
 
 def is_neutral(value: object) -> bool:
-    """Whether an optional field with this value is absent."""
+    """Whether an optional field with this value counts as absent."""
     return any(_same(value, neutral) for neutral in NEUTRAL_VALUES)
 
 
 def not_served(sentence: str) -> PydanticCustomError:
-    """What a validator raises for something that this server does not do."""
+    """The error that a validator raises for something this server does not support."""
     return PydanticCustomError(NOT_SERVED, "{sentence}", {"sentence": sentence})
 
 
@@ -48,10 +49,10 @@ def _same(value: object, other: object) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class NotServed:
-    """Metadata of a field that other servers know and this one does not serve. Only values that ask for nothing are accepted:
-    the neutral ones, 0, and `default`, what other servers do without it (where that is true, neither false nor 0). sentence:
-    what is not served; "": the field by its name. Two of them are never equal: typing keeps one annotation for equal ones, and
-    takes 1 for true."""
+    """Metadata of a field that other servers know and this one does not serve. Only values that request nothing are
+    accepted: the neutral ones, 0, and `default`, the other servers' default (if that is true, neither false nor 0).
+    sentence: what is not served; "": the field by its name. Instances never compare equal, because typing merges equal
+    annotations and takes 1 for true."""
 
     sentence: str = ""
     default: object = 0
@@ -82,23 +83,23 @@ Unserved = Annotated[Any, NotServed()]
 Ignored = Annotated[
     Any, IgnoredMark(), Field(description="Accepted and ignored; named in the header x-redraft-ignored.")
 ]
-"""A field that well-known clients always send and that changes nothing here."""
+"""A field that well-known clients always send and that has no effect here."""
 
 
 class ClientModel(BaseModel):
-    """Base of what clients' programs send. Unknown fields are kept as extras, for `ignored.paths_of`. An optional field whose
-    value is neutral and means nothing of its own is absent. Errors must not quote bodies."""
+    """Base of bodies sent by client programs. Unknown fields are kept as extras, for `ignored.paths_of`. An optional
+    field whose value is neutral and otherwise invalid counts as absent. Errors must not quote bodies."""
 
     model_config = ConfigDict(extra="allow", frozen=True, hide_input_in_errors=True)
 
     extras_are_labels: ClassVar[bool] = False
-    """Fields that the model does not name are the client's own labels, and none of them is ignored."""
+    """Fields that the model does not name are the client's own labels and are not reported as ignored."""
 
     @model_validator(mode="wrap")
     @classmethod
     def _without_neutral(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """What is valid as it stands is read so: an empty list of tools, `false` where a flag is wanted. Only fields that would
-        be refused are looked at again."""
+        """A valid value is used as it is: an empty list of tools, `false` for a flag. Only fields that would be refused
+        are examined again."""
         try:
             return handler(value)
         except ValidationError as error:
@@ -107,7 +108,7 @@ class ClientModel(BaseModel):
             body = cast("dict[str, object]", value)
             found = [item for item in error.errors(include_url=False, include_input=False) if item["loc"]]
             wrong = {item["loc"][0] for item in found}
-            # Where `false` asks for what is not served, it is not absent.
+            # If `false` requests something unsupported, it does not count as absent.
             refused = {item["loc"][0] for item in found if item["type"] == NOT_SERVED}
             absent = {name for name in cls._optional() & wrong - refused if is_neutral(body.get(name))}
             if not absent:
@@ -116,12 +117,12 @@ class ClientModel(BaseModel):
 
     @classmethod
     def _optional(cls) -> set[str]:
-        """Names, as clients write them, of fields that may be absent."""
+        """Names of optional fields, as clients write them."""
         return {field.alias or name for name, field in cls.model_fields.items() if not field.is_required()}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """The document says that optional fields may be neutral."""
+        """States in the OpenAPI document that optional fields may be neutral."""
         schema = handler(core)
         whole = handler.resolve_ref_schema(schema)
         properties = cast("dict[str, dict[str, Any]]", whole.get("properties", {}))
@@ -133,7 +134,7 @@ class ClientModel(BaseModel):
 
 
 def _or_neutral(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a field that may be neutral besides."""
+    """The schema of a field that may also be neutral."""
     kept = {key: value for key, value in schema.items() if key in {"title", "description", "default", "examples"}}
     rest = {key: value for key, value in schema.items() if key not in kept}
     if not rest:

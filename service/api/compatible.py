@@ -1,4 +1,4 @@
-"""Routes in other servers' shapes: what their clients send, served or not, and how they are answered."""
+"""Shared parts of the routes in other servers' shapes: what their clients send and how they are answered."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class CompatibleRoute(StrictRoute):
-    """A StrictRoute that ignores query parameters, as clients of other servers send some, and names them in a header."""
+    """A StrictRoute that ignores unknown query parameters and names them in a header."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """FastAPI's handler behind these checks."""
@@ -43,8 +43,8 @@ class CompatibleRoute(StrictRoute):
 
 
 def ignored_by(body: ClientModel, frontend: Frontend) -> list[str]:
-    """Places in a body that its answer does not follow, for the header. Raises BadRequest for unknown fields where the server
-    is strict."""
+    """Fields of a body that its answer does not follow, for the header. Raises BadRequest for unknown fields if the
+    server is strict."""
     found = paths_of(body)
     unheard = [*found.unknown, *found.absent]
     if frontend.strict and unheard:
@@ -55,8 +55,8 @@ def ignored_by(body: ClientModel, frontend: Frontend) -> list[str]:
 
 
 def model_of(asked: str | None, frontend: Frontend) -> tuple[str, list[str]]:
-    """The name of the model that answers, and the name of the field for the header where another one was asked for. Raises
-    ModelNotFound where the server is strict."""
+    """The name of the answering model, and the field name for the header if another model was requested. Raises
+    ModelNotFound if the server is strict."""
     if not asked or asked in frontend.models.all:
         return asked or frontend.models.name, []
     if frontend.strict:
@@ -82,7 +82,7 @@ def sampling(
     stop_token_ids: Iterable[int] | None = None,
     include_stop: bool | None = None,
 ) -> Sampling:
-    """How a request samples. defaults: for what it does not say."""
+    """The sampling options of a request. defaults: for options it does not set."""
     return Sampling(
         temperature=defaults.temperature if temperature is None else temperature,
         top_p=defaults.top_p if top_p is None else top_p,
@@ -102,7 +102,7 @@ def sampling(
 
 
 def json_grammar(schema: Mapping[str, Any], field: str) -> Grammar:
-    """The grammar of JSON that is valid under a schema. field: its name in the request."""
+    """The grammar for JSON that matches a schema. field: its name in the request."""
     return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema), field)
 
 
@@ -121,8 +121,8 @@ def past_arguments(given: str | dict[str, Any] | None) -> object:
 def template_options(
     given: Mapping[str, Any] | None, effort: str | None, *, thinks: bool | None = None
 ) -> dict[str, Any]:
-    """Arguments of the chat template: those that a request gives, and what its reasoning effort says where they do not. thinks:
-    whether the model is to think first, where the request says so by a field of its own."""
+    """Arguments of the chat template: the given ones, completed by the reasoning effort. thinks: whether the model
+    should reason first, if the request has a separate field for that."""
     options = dict(given or {})
     if thinks is not None:
         options.setdefault("enable_thinking", thinks)
@@ -133,15 +133,15 @@ def template_options(
 
 
 def allowed_tools(tools: Sequence[T], names: Mapping[str, T], allowed: Iterable[str]) -> list[T]:
-    """Those of the tools that a request allows. names: the tools by name. Raises ToolNotFound for one that is not there."""
+    """The tools that a request allows. names: the tools by name. Raises ToolNotFound for an unknown one."""
     wanted = [names.get(name) for name in allowed]
     if None in wanted:
-        raise ToolNotFound("a tool that is allowed is not among the tools")
+        raise ToolNotFound("an allowed tool is not among the tools")
     return [tool for tool in tools if tool in wanted]
 
 
 def forced_calls(name: str | None, *, required: bool, several: bool) -> ForcedCalls | None:
-    """The calls that a request wants: of the tool of this name, or of any where some are required."""
+    """The calls that a request forces: of the named tool, or of any tool if some are required."""
     if name is not None:
         return ForcedCalls(name, several=False)
     return ForcedCalls(None, several) if required else None
@@ -157,11 +157,11 @@ class Writer(Protocol):
 
     @property
     def answers(self) -> Sequence[Answer]:
-        """Its answers, as far as they are there."""
+        """Its answers so far."""
         ...
 
     async def whole(self) -> Mapping[str, Any]:
-        """The JSON answer, once all answers are there."""
+        """The JSON answer, once all answers are complete."""
         ...
 
     def frames(self, patience: float, *, one_call: bool) -> AsyncIterator[bytes]:
@@ -178,7 +178,7 @@ async def respond(
     one_call: bool = False,
     ignored: Sequence[str],
 ) -> Response:
-    """The stream of an answer, or the whole once it is there. ignored: names for the header, before those of the exchange."""
+    """The streamed answer, or the complete JSON. ignored: names for the header, before those of the exchange."""
     ignored = [*ignored, *writer.exchange.ignored]
     if stream:
         frames = writer.frames(frontend.limits.keepalive_seconds, one_call=one_call)
@@ -189,12 +189,12 @@ async def respond(
 
 
 def wrapped(seed: int | None) -> int | None:
-    """A seed as the engine takes it: below 2**63, since numbers of any length come in JSON."""
+    """A seed reduced below 2**63 for the engine; JSON integers may have any length."""
     return None if seed is None else seed % 2**63
 
 
 def client_tag(name: str | None) -> str | None:
-    """A client's name as it is stored: by its hash where it is longer than a tag may be."""
+    """A client's name as stored: its hash if it is longer than a tag may be."""
     if name is None or len(name) <= MAX_TAG_CHARS:
         return name
     return hashlib.sha256(name.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Bodies of errors: OpenAI's shape, and Anthropic's on the routes that Anthropic's clients call."""
+"""Error bodies: OpenAI's shape, and Anthropic's on the routes that Anthropic's clients call."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ TYPES: Mapping[int, str] = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""`type` by status, in the words of OpenAI and Anthropic. Others: invalid_request_error below 500, api_error from there on."""
+"""`type` by status, in OpenAI's and Anthropic's terms. Others: invalid_request_error below 500, api_error from 500."""
 
 ANTHROPIC = "/v1/messages"
-"""Anthropic's clients call this path, and paths below it."""
+"""Anthropic's clients call this path and paths below it."""
 
 
 class ErrorDetail(BaseModel):
-    """An error. `message` is one sentence, `type` its kind, `param` the name of what is wrong in the request, `code` stable."""
+    """An error. `message` is one sentence, `type` its kind, `param` the wrong field of the request, `code` is stable."""
 
     message: str
     type: str
@@ -34,7 +34,7 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorAnswer(BaseModel):
-    """The body of every error, but of Anthropic's routes."""
+    """The body of every error, except on Anthropic's routes."""
 
     error: ErrorDetail
 
@@ -46,13 +46,13 @@ class CodeDetails(BaseModel):
 
 
 class AnthropicErrorDetail(ErrorDetail):
-    """An error. details: only where Anthropic's clients act on the code."""
+    """An error. details: only if Anthropic's clients act on the code."""
 
     details: CodeDetails | None = Field(default=None, exclude_if=lambda value: value is None)
 
 
 class AnthropicErrorAnswer(BaseModel):
-    """The body of every error of Anthropic's routes. request_id: also in the header `request-id`."""
+    """The body of every error on Anthropic's routes. request_id: also in the header `request-id`."""
 
     type: Literal["error"] = "error"
     error: AnthropicErrorDetail
@@ -73,7 +73,7 @@ def error_detail(status: int, message: str, code: str, param: str | None = None)
 def anthropic_error(
     detail: ErrorDetail, request_id: str | None, *, message: str | None = None, error_code: str | None = None
 ) -> dict[str, Any]:
-    """An error in Anthropic's shape. message: in Anthropic's words, where its clients look for them. error_code: see
+    """An error in Anthropic's shape. message: in Anthropic's words, where its clients parse them. error_code: see
     AnthropicErrorDetail."""
     error = AnthropicErrorDetail(
         **{**detail.model_dump(), "message": message or detail.message},

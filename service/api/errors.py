@@ -1,6 +1,7 @@
-"""Everything that can go wrong, with its status, and how it is answered (the bodies: error_shapes).
+"""All errors with their statuses, and how they are answered (bodies: error_shapes).
 
-Messages are written here or by the rooms; none quotes what a client sent, beyond the name of the field that is wrong.
+Messages are written here or by the packages that raise them. None quotes what a client sent, except the name of the
+wrong field.
 """
 
 from __future__ import annotations
@@ -40,24 +41,24 @@ from service.metrics import Metrics
 log = logging.getLogger(__name__)
 
 GENERATING = frozenset({"/generate", "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
-"""The routes that generate, whose refusals `redraft:requests_refused` counts."""
+"""The routes that generate; `redraft:requests_refused` counts their refusals."""
 
 
 class TimedOut(RedraftError):
-    """No token came within the time that the server allows."""
+    """No token was generated within the time that the server allows."""
 
     code = "timeout"
 
 
 class Unauthorized(RedraftError):
-    """The request carries no key that opens anything here."""
+    """The request has no valid key."""
 
     code = "invalid_api_key"
     field = "Authorization"
 
 
 class RateLimited(RedraftError):
-    """This key has sent as many requests as it may; try again after `retry_after` seconds."""
+    """This key has reached its request rate; try again after `retry_after` seconds."""
 
     code = "rate_limit_exceeded"
 
@@ -67,8 +68,8 @@ class RateLimited(RedraftError):
 
 
 class Forbidden(RedraftError):
-    """The request is not addressed to this server, comes from another site's page, or its key does not open the route; `field`
-    is the header that says so."""
+    """The request is addressed to another server, comes from another site's page, or its key does not open the route.
+    `field` is the header that says so."""
 
     code = "forbidden"
 
@@ -78,8 +79,8 @@ class Forbidden(RedraftError):
 
 
 class ContextExceeded(BadRequest):
-    """The prompt, or the answer that is asked for, is longer than the context. prompt_tokens: of a prompt that is too long by
-    itself, at least so many. limit: tokens that a prompt may have."""
+    """The prompt or the requested answer exceeds the context. prompt_tokens: minimum length of a prompt that is too
+    long by itself. limit: maximum tokens of a prompt."""
 
     code = "context_length_exceeded"
 
@@ -92,35 +93,35 @@ class ContextExceeded(BadRequest):
 
 
 class ModelNotFound(NotFound):
-    """The model that a request names is not served here."""
+    """The requested model is not served here."""
 
     code = "model_not_found"
     field = "model"
 
 
 class ToolNotFound(NotFound):
-    """The tool that is to be called is not among the request's tools."""
+    """The tool to be called is not among the request's tools."""
 
     code = "tool_not_found"
     field = "tool_choice"
 
 
 class ResponseNotFound(NotFound):
-    """The response that a request continues is not kept here."""
+    """The response that a request continues is not stored here."""
 
     code = "previous_response_not_found"
     field = "previous_response_id"
 
 
 class ItemNotFound(NotFound):
-    """The item that a request refers to is not kept here."""
+    """The item that a request refers to is not stored here."""
 
     code = "item_not_found"
     field = "input"
 
 
 class ThreadNotFound(NotFound):
-    """The message whose thread a request continues is not kept here. Anthropic's clients then send the whole conversation."""
+    """The message whose thread a request continues is not stored here. Anthropic's clients then send the whole conversation."""
 
     code = "thread_not_found"
     field = "thread"
@@ -146,7 +147,7 @@ STATUS: Mapping[type[RedraftError], int] = {
     NonFiniteLogits: 500,
     TimedOut: 504,
 }
-"""Status by class. Classes not listed are the server's own trouble: 500, with a message that does not go into it."""
+"""Status by class. Other classes are internal errors: 500, with a generic message."""
 
 HTTP_CODES: Mapping[int, str] = {
     400: "bad_request",
@@ -164,13 +165,13 @@ def status_of(error: RedraftError) -> int:
 
 
 def describe(error: RedraftError) -> ErrorAnswer:
-    """The error as a client may see it."""
+    """The error in the form shown to clients."""
     return ErrorAnswer(error=_detail(error))
 
 
 def describe_to_anthropic(error: RedraftError, request_id: str) -> dict[str, Any]:
-    """The same for Anthropic's clients. Where a prompt is too long, Claude Code finds both numbers in the message and shortens
-    the conversation; where a thread is not found, the SDKs send the whole conversation."""
+    """The same for Anthropic's clients. If a prompt is too long, Claude Code reads both numbers from the message and
+    compacts the conversation; if a thread is not found, the SDKs send the whole conversation."""
     message = None
     if isinstance(error, ContextExceeded) and error.prompt_tokens is not None:
         message = f"prompt is too long: {error.prompt_tokens} tokens > {error.limit} maximum"
@@ -184,8 +185,7 @@ def _detail(error: RedraftError) -> ErrorDetail:
 
 
 def answer(error: RedraftError, scope: Scope) -> JSONResponse:
-    """The error as a response with its status, in the shape of the request's route, and Retry-After where trying again
-    helps."""
+    """The error as a response in the shape of the request's route, with Retry-After if a retry may help."""
     note_error(error.code)
     status = status_of(error)
     if status == 500:
@@ -199,8 +199,9 @@ def answer(error: RedraftError, scope: Scope) -> JSONResponse:
 
 
 def install(app: FastAPI, metrics: Metrics, methods: Callable[[str], Sequence[str]] = lambda path: ()) -> None:
-    """Bring everything raised inside the application into its route's shape, and count refusals of routes that generate.
-    methods: those that routes have for a path; without, `Allow` names those of the first route alone."""
+    """Converts everything raised inside the application into its route's error shape, and counts refusals on routes
+    that generate. methods: those that routes have for a path; without it, `Allow` only names those of the first
+    route."""
 
     def refuse(request: Request, response: JSONResponse, code: str) -> JSONResponse:
         if request.url.path in GENERATING and request.method == "POST":
@@ -236,8 +237,7 @@ def install(app: FastAPI, metrics: Metrics, methods: Callable[[str], Sequence[st
 class ErrorBoundary:
     """Outermost ASGI middleware: an unexpected exception becomes a 500 in its route's shape.
 
-    Its class and where it came from are logged, its message is not: libraries quote their input in messages, and that
-    may be a prompt.
+    Its class and location are logged, its message is not: libraries quote their input in messages, and that may be a prompt.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:

@@ -1,4 +1,4 @@
-"""One HTTP request and the events of its answers: they come from the engine's thread and are awaited on the event loop."""
+"""One HTTP request and the events of its answers, which come from the engine's thread and are awaited on the event loop."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from service.metrics import Metrics
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 ENDING_SECONDS = 30.0
-"""How long the engine may take to end answers whose time is up: a round, and a chunk of another request's prompt."""
+"""Time allowed to the engine for ending timed-out answers: a round, and a prefill chunk of another request."""
 RETRY_SECONDS = 0.05
-"""How long a request of many prompts waits for a place in the queue where it has none in it, before it asks again."""
+"""Time after which a request with many prompts that has no queue slot tries again."""
 
 
 @dataclass(slots=True)
 class _Answer:
-    """One answer of the request: what the engine has of it, and what was not delivered yet. arrived_at: when the engine could
-    have it (monotonic). enough: it was ended here. timed_out: it was ended here because its time was up. given_up: it was
-    cancelled, for nobody waits for it. failed: an error was counted. over: its last event came."""
+    """One answer of the request: its state in the engine, and undelivered events. arrived_at: when the engine could
+    start it (monotonic). enough: ended by the API. timed_out: ended because its time was up. given_up: cancelled
+    because its client is gone. failed: an error was counted. over: its last event has arrived."""
 
     prompt_tokens: int
     unsent: list[Event]
@@ -58,11 +58,11 @@ class _Answer:
 
 
 class Exchange:
-    """A request from its arrival to its end, on one event loop, with one answer or several. Whoever calls submit() must call
-    close() as well.
+    """A request from its arrival to its end, on one event loop, with one or several answers. Callers of submit() must
+    also call close().
 
-    seconds: how long the request may take, see `events`. live: its events are wanted as they come; otherwise those of an answer
-    come at its end. per_prompt: answers to each prompt.
+    seconds: time limit of the request, see `events`. live: its events are delivered as they arrive, otherwise only at
+    an answer's end. per_prompt: answers to each prompt.
     """
 
     def __init__(self, metrics: Metrics, mailbox: Mailbox, seconds: float, *, live: bool, per_prompt: int = 1) -> None:
@@ -75,14 +75,14 @@ class Exchange:
         self._seconds = seconds
         self._answers: list[_Answer] = []
         self.draft_counts = True
-        """Its answers say how many tokens were drafted and accepted."""
+        """Whether its answers contain the numbers of drafted and accepted tokens."""
         self.ignored: list[str] = []
-        """Names of fields, and of places in schemas, that its answers do not follow, for the header: known once the prompts are
-        encoded."""
+        """Names of fields and schema locations that its answers do not follow, for the header; known once the prompts
+        are encoded."""
         self._queued: deque[tuple[int, Prompt]] = deque()
-        """Answers that the engine does not have yet, by number, and their prompts."""
+        """Answers not yet submitted to the engine, by number, and their prompts."""
         self._at_once = 0
-        """Answers that the engine may have at a time."""
+        """Maximum number of its answers in the engine at a time."""
         self._under_way = 0
         self._start: Callable[[int, Prompt, Place | None], None] | None = None
         self._entry = current_entry()
@@ -92,8 +92,8 @@ class Exchange:
     def submit(
         self, service: GenerationService, prompts: Sequence[Prompt], places: Sequence[Place], *, route: str
     ) -> None:
-        """Queue a request to the engine for each answer that has a place, and for the others in turn, as answers end. route:
-        the request's. Raises the errors of GenerationService.submit."""
+        """Submits a request to the engine for each answer with a queue slot, and the others one by one as answers end.
+        route: the request's. Raises the errors of GenerationService.submit."""
         self._answers = [_Answer(len(prompt.tokens), [], self._arrived) for prompt in prompts]
         self._queued.extend(enumerate(prompts))
         self._at_once = len(places)
@@ -113,14 +113,14 @@ class Exchange:
             self._entry.answer_started()
 
     def _submit_more(self) -> None:
-        """Queue requests for answers that have none, up to as many as may be there at a time. On the event loop."""
+        """Submits waiting answers up to the allowed number. On the event loop."""
         while self._start is not None and self._queued and self._under_way < self._at_once:
             index, prompt = self._queued[0]
             self._answers[index].arrived_at = time.monotonic()
             try:
                 self._start(index, prompt, None)
             except Overloaded:
-                # Others have taken the place. The next answer's end asks again.
+                # Others have taken the slot. The end of the next answer triggers another attempt.
                 if self._under_way == 0:
                     asyncio.get_running_loop().call_later(RETRY_SECONDS, self._submit_more)
                 return
@@ -146,13 +146,13 @@ class Exchange:
         return self._answers[index].prompt_tokens
 
     async def events(self, patience: float | None) -> AsyncIterator[tuple[int, Delta | Finished] | None]:
-        """The engine's events with the number of their answer, each answer's last one Finished. patience: of a stream: None
-        comes after so many seconds without an event; None: the answers are sent as a whole.
+        """The engine's events with the number of their answer; each answer's last one is Finished. patience: for
+        streams, None is yielded after this many seconds without an event; None: the answers are sent as a whole.
 
-        The request's seconds bound the time from its arrival to the end of whole answers, or to a stream's first event, and
-        then the time from one event to the next; while answers to some of many prompts have not begun, that from one answer's
-        end to the next. After that the answers end with what there is of them, as at their max_tokens. Raises TimedOut where
-        some have not begun or none has a token then, and the engine's error when an answer failed.
+        The time limit covers the time from arrival to the end of complete answers, or to a stream's first event and
+        then between events; while some of many prompts have unstarted answers, it covers the time between the ends of
+        answers. After that the answers end with what they have, as at max_tokens. Raises TimedOut if some have not
+        started or none has a token by then, and the engine's error when an answer failed.
         """
         unfinished = len(self._answers)
         deadline, ending = self._arrived + self._seconds, False
@@ -160,7 +160,7 @@ class Exchange:
             left = deadline - time.monotonic()
             if left <= 0:
                 if ending or self._queued or all(answer.last_delta_at is None for answer in self._answers):
-                    self._fail(TimedOut(f"no token came within {self._seconds:g} s"))
+                    self._fail(TimedOut(f"no token was generated within {self._seconds:g} s"))
                 self._end_in_time()
                 deadline, ending = time.monotonic() + ENDING_SECONDS, True
                 continue
@@ -183,19 +183,19 @@ class Exchange:
                     self._fail(event.error)
 
     def end(self, index: int) -> None:
-        """End one answer of which there is enough. Its Finished still comes, and counts as the model's own end."""
+        """Ends one answer early. Its Finished event still arrives and counts as the model's own end."""
         self._answers[index].enough = True
         self._cancel(self._answers[index])
 
     def _end_in_time(self) -> None:
-        """End the answers that are not over, for their time is up. Their Finished still comes."""
+        """Ends the unfinished answers because their time is up. Their Finished events still arrive."""
         for answer in self._answers:
             if not answer.over:
                 answer.timed_out = True
                 self._cancel(answer)
 
     def close(self) -> None:
-        """Cancel what is not over in the engine. Idempotent."""
+        """Cancels everything unfinished in the engine. Idempotent."""
         self._queued.clear()
         for answer in self._answers:
             if not answer.over:
@@ -217,7 +217,7 @@ class Exchange:
             answer.unsent = []
 
     def _deliver(self, index: int, event: Event) -> None:
-        """On the event loop, also when nobody waits for events any more."""
+        """Runs on the event loop, also after the client has stopped waiting."""
         own = self._answers[index]
         if own.timed_out and isinstance(event, Finished) and event.finish is FinishReason.CANCELLED:
             event = replace(event, finish=FinishReason.LENGTH)
@@ -234,7 +234,7 @@ class Exchange:
         answer.last_delta_at = now
 
     def _ended(self, own: _Answer, event: Finished | Failed) -> None:
-        """Count and log an answer that the engine has ended; another one may take its place."""
+        """Counts and logs an answer that the engine has ended; another one may take its slot."""
         own.over = True
         self._under_way -= 1
         finish, timings = FinishReason.CANCELLED, None
@@ -266,7 +266,7 @@ class Exchange:
 
 
 class EventStream(StreamingResponse):
-    """A request's answers as server-sent events, as `frames` writes them. The request is cancelled as soon as the client
+    """A request's answers as server-sent events written by `frames`. The request is cancelled as soon as the client
     disconnects, even before the first event."""
 
     def __init__(self, exchange: Exchange, frames: AsyncIterator[bytes]) -> None:

@@ -60,7 +60,7 @@ def generate_routes(frontend: Frontend) -> APIRouter:
 
 
 def _asked(body: GenerateRequest) -> Asked:
-    """Raises BadRequest for fields that do not go together."""
+    """Raises BadRequest for conflicting fields."""
     sampling = Sampling(
         temperature=body.temperature,
         top_p=body.top_p,

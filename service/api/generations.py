@@ -1,4 +1,4 @@
-"""DELETE /generations: erase what was recorded, wherever it is stored."""
+"""DELETE /generations: erases recorded text wherever it is stored."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from service.core import Operator, Selection
 
 
 def generations_routes(operator: Operator, threads: CapacityLimiter) -> APIRouter:
-    """The route that erases. threads: for calls that block."""
+    """The route that erases. threads: for blocking calls."""
     router = APIRouter(route_class=StrictRoute)
 
     @router.delete("/generations")
     async def erase(asked: EraseRequest) -> ErasedAnswer:
-        """Erase the generations that match all that is given, or everything."""
+        """Erase the generations that match all given criteria, or everything."""
         selection = Selection(
             ids=None if asked.ids is None else frozenset(asked.ids),
             api_key=asked.api_key,

@@ -13,12 +13,12 @@ from service.metrics import Metrics
 
 
 def health_routes(engine_status: Callable[[], EngineStatus], metrics: Metrics) -> APIRouter:
-    """The routes of probes and scrapers. engine_status: must return at once; may raise Unavailable with the reason."""
+    """Routes for probes and scrapers. engine_status: must return at once; may raise Unavailable with the reason."""
     router = APIRouter()
 
     @router.get("/health/live")
     async def live() -> LiveAnswer:
-        """200 while this process answers at all. Never asks the engine: a probe must not hang with it."""
+        """200 while this process responds. Does not ask the engine, so that a probe cannot hang with it."""
         return LiveAnswer()
 
     @router.get("/health", include_in_schema=False)
@@ -39,7 +39,7 @@ def health_routes(engine_status: Callable[[], EngineStatus], metrics: Metrics) -
 
     @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def scrape(request: Request) -> Response:
-        """Every metric, in Prometheus' text format or in OpenMetrics', as the scraper accepts."""
+        """All metrics, in the Prometheus text format or in OpenMetrics, as the scraper accepts."""
         text, content_type = await to_thread.run_sync(metrics.exposition, request.headers.get("accept"))
         return Response(text, headers={"content-type": content_type})
 

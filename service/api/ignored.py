@@ -1,4 +1,4 @@
-"""What a body holds and its answer does not follow, named for the response's header."""
+"""Parts of a body that its answer does not follow, named in a response header."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from service.api.bodies import ClientModel, IgnoredMark, is_neutral
 from service.api.printing import printable
 
 IGNORED = "x-redraft-ignored"
-"""Header of a response: the names of what was sent and ignored."""
+"""Response header: the names of ignored fields."""
 MAX_HEADER_CHARS = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class Unfollowed:
-    """Places in a body, such as `messages.cache_control`: names joined by dots, without the numbers of entries. known: fields
-    that are accepted on purpose. unknown: fields that this server never heard of; those with neutral values are in `absent`
+    """Locations in a body, such as `messages.cache_control`: names joined by dots, without list indices. known: fields
+    accepted on purpose. unknown: fields that this server does not know; those with neutral values are in `absent`
     instead."""
 
     known: list[str] = field(default_factory=list[str])
@@ -28,7 +28,7 @@ class Unfollowed:
 
 
 def paths_of(body: ClientModel) -> Unfollowed:
-    """What a body holds beyond what is served, each place once."""
+    """The fields of a body beyond those served, each location once."""
     found = Unfollowed()
     for place, path in _walk(body, "", found):
         if path not in place:
@@ -55,12 +55,11 @@ def _walk(model: ClientModel, before: str, found: Unfollowed) -> Iterator[tuple[
 
 
 def with_ignored(response: Response, names: Iterable[str]) -> Response:
-    """The response with these names in its header, after those that are there: each once, and no more than a header may
-    hold."""
+    """The response with these names in its header, after existing ones: each once, up to the header's maximum size."""
     known = response.headers.get(IGNORED)
     written = known.split(", ") if known else []
     left_out = 0
-    # A header's value must not begin or end with a space, and a comma divides names.
+    # A header value must not start or end with a space, and a comma separates names.
     for name in dict.fromkeys(name.replace(",", "\\x2c").replace(" ", "\\x20") or '""' for name in names):
         if name in written:
             continue

@@ -17,12 +17,12 @@ LENGTH_DIGITS = 20
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of one request. Times in seconds: arrival_seconds is that of a pause within a body. max_tokens bounds an answer,
-    max_context prompt and answer together.
+    """Limits of one request. Times in seconds; arrival_seconds limits a pause within a body. max_tokens limits an
+    answer, max_context prompt and answer together.
 
     max_prompt_bytes: a prompt of more bytes (UTF-8) has more than max_context tokens, whatever it says, and is refused
-    before it is tokenised; None: unknown. max_answers: a request for more answers than the rows and the queue hold can never
-    be served; None: unknown.
+    before it is tokenised; None: unknown. max_answers: a request for more answers than rows and queue hold can never be
+    served; None: unknown.
     """
 
     max_body_bytes: int
@@ -36,10 +36,10 @@ class Limits:
 
 
 class QueueLimit:
-    """ASGI middleware that answers for routes that generate while the queue is full, or the engine does not serve: before the
-    body is read and parsed, so that refusing many clients at once costs little.
+    """ASGI middleware that refuses requests to routes that generate while the queue is full or the engine is not
+    serving: before the body is read and parsed, so that refusing many clients at once is cheap.
 
-    A place is not held while the body arrives, or slow clients could take them all; the route reserves one after that.
+    No slot is held while the body arrives, because slow clients could take them all; the route reserves one afterwards.
     """
 
     def __init__(self, app: ASGIApp, service: GenerationService, metrics: Metrics) -> None:
@@ -62,9 +62,9 @@ class QueueLimit:
 class BodyLimit:
     """ASGI middleware that counts the bytes of a request's body, declared or chunked, as the application reads them.
 
-    Too many bytes raise an HTTPException of status 413 out of `receive`, a body that pauses for longer than `arrival_seconds`,
-    or is not complete within the request timeout, one of status 408; both reach the client in the one error shape. No more than
-    the limit is held in memory.
+    Too many bytes raise an HTTPException of status 413 from `receive`; a body that pauses for longer than
+    `arrival_seconds` or is not complete within the request timeout raises one of status 408. Both reach the client in
+    the standard error shape. At most the limit is held in memory.
     """
 
     def __init__(self, app: ASGIApp, limits: Limits) -> None:

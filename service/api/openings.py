@@ -1,8 +1,9 @@
-"""Which user message tells a conversation apart from others.
+"""Finds the user message that distinguishes a conversation from others.
 
-The split into training and held-out texts, and the intervals of gate and watch, go by conversation. A client may begin every
-conversation with the same messages: instructions, examples, a form. Such an opening says nothing about the conversation, so the
-first message after it does. A chat that goes on keeps its distinguishing message, and with it its side of the split.
+The split into training and held-out texts, and the intervals of gate and watch, group texts by conversation. A client
+may start every conversation with the same messages: instructions, examples, a form. Such an opening does not identify
+the conversation; the first message after it does. A continued chat keeps its distinguishing message and its side of the
+split.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 COMMON = 8
-"""Different continuations after which an opening is a common one. The conversations before count as one."""
+"""Number of different continuations that make an opening common. The conversations before count as one."""
 MAX_OPENINGS = 8192
-"""Openings that are remembered; the least recently used are forgotten."""
+"""Maximum number of remembered openings; the least recently used are dropped."""
 
 
 class Openings:
-    """Remembers how conversations went on after their first user messages, as keyed hashes: no text can be read from them, and
-    none outlives the process. Safe to call from any thread."""
+    """Remembers how conversations continued after their first user messages, as keyed hashes: they reveal no text and
+    do not outlive the process. Thread-safe."""
 
     def __init__(self) -> None:
         self._secret = secrets.token_bytes(32)
@@ -30,7 +31,7 @@ class Openings:
         self._lock = threading.Lock()
 
     def distinguishing(self, messages: Sequence[str]) -> str:
-        """The first of a conversation's user messages that is not part of a common opening; "" where there are none."""
+        """The first of a conversation's user messages that is not part of a common opening; "" if there is none."""
         opening, at = b"", 0
         with self._lock:
             for i, (message, following) in enumerate(pairwise(messages), start=1):
@@ -40,7 +41,7 @@ class Openings:
         return messages[at] if messages else ""
 
     def _common(self, opening: bytes, following: str) -> bool:
-        """Whether an opening is common by now, `following` included."""
+        """Whether an opening is common, counting `following`."""
         known = self._next.setdefault(opening, set())
         self._next.move_to_end(opening)
         if len(known) < COMMON:

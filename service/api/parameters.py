@@ -1,4 +1,4 @@
-"""What requests to the routes in other servers' shapes have in common."""
+"""Field types shared by the routes in other servers' shapes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from service.api.schemas import INTEGRAL, GivenStop, GivenStops, Number, StopStr
 
 
 def minus_one_is_none(value: object) -> object:
-    """How vLLM and llama.cpp write that there is none."""
+    """vLLM and llama.cpp write -1 for none."""
     return None if value == -1 and not isinstance(value, bool) else value
 
 
@@ -20,7 +20,7 @@ MAX_NAME_CHARS = 128
 
 Temperature = Annotated[Number, Field(ge=0, le=10)]
 TopP = Annotated[Number, Field(ge=0, le=1)]
-"""0: the most likely token alone."""
+"""0: only the most likely token."""
 MinP = Annotated[Number, Field(ge=0, le=1)]
 NewSeed = Annotated[Whole, INTEGRAL]
 Seed = Annotated[NewSeed | None, BeforeValidator(minus_one_is_none, json_schema_input_type=NewSeed | None)]
@@ -34,14 +34,14 @@ Schema = dict[str, Any]
 PastArguments = Text | dict[str, Any] | None
 """Of a call that the assistant made before: JSON as text, which may be broken, or the object itself."""
 PLAIN_FORMAT = {"anyOf": [NEUTRAL, {"type": "object", "required": ["type"], "properties": {"type": {"const": "text"}}}]}
-"""In the document: a format that leaves the answer free."""
+"""For the OpenAPI document: a format that leaves the answer free."""
 FREE_CALLS = {"anyOf": [NEUTRAL, {"enum": ["auto", "none"]}]}
-"""In the document: a tool choice that forces no call."""
+"""For the OpenAPI document: a tool choice that forces no call."""
 
 
 def one_of_them(*absent: dict[str, Any]) -> dict[str, Any]:
-    """For the document: a body may have one of several fields. absent: {field: schema that it has where it asks for nothing}
-    of each of them."""
+    """For the OpenAPI document: a body may have one of several fields. absent: {field: schema of its values that
+    request nothing} for each of them."""
     rest = [[other for other in absent if other is not given] for given in absent]
     return {
         "anyOf": [{"properties": {name: schema for one in others for name, schema in one.items()}} for others in rest]

@@ -1,4 +1,4 @@
-"""Parts of a message's content: text is served, pictures, sounds and files are not."""
+"""Parts of a message's content: text is served; images, sounds and files are not."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ MEDIA = {
     "document": "documents are",
     "file|upload": "files are",
 }
-"""What parts carry that is not text, by a word of their types' names: every client has names of its own."""
+"""Content other than text, by a word in the part's type: every client uses its own names."""
 _MEDIA = "|".join(MEDIA)
 
 
 def media_of(kind: str) -> str | None:
-    """What a type's name says that its parts carry, with its verb; None: text, as far as the name says."""
+    """The content implied by a type's name, with its verb; None: text, as far as the name tells."""
     return next((what for words, what in MEDIA.items() if re.search(words, kind)), None)
 
 
 def not_served_as(kind: str, name: str) -> str:
-    """The sentence for a type that is not served. name: of the field that holds what has it."""
+    """The sentence for an unsupported type. name: of the field with this type."""
     media = None if name.startswith("tool") else media_of(kind)
     verb = "are" if name.endswith("s") else "is"
     return f"{media or f'{name} of type {printable(kind)} {verb}'} not served"
@@ -41,7 +41,7 @@ def _textual(kind: str) -> str:
 
 
 def _as_part(value: object) -> object:
-    """A part as TextPart takes it: a bare text, and what an assistant refused with, are text."""
+    """A value as TextPart expects it: a bare text and an assistant's refusal are text."""
     if isinstance(value, str):
         return {"text": value}
     if not isinstance(value, dict):
@@ -59,15 +59,15 @@ PartType = Annotated[Text, AfterValidator(_textual), Field(json_schema_extra={"n
 
 
 class TextPart(ClientModel):
-    """A part of a message's content. Whatever its type, its text is read; images, audio, videos, documents and files are not
-    served."""
+    """A part of a message's content. Its text is read, whatever its type; images, audio, videos, documents and files
+    are not served."""
 
     type: PartType = "text"
     text: Text
 
 
 class RefusalPart(ClientModel):
-    """What an assistant refused with, read as text."""
+    """An assistant's refusal, read as text."""
 
     type: Literal["refusal"]
     refusal: Text

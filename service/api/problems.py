@@ -1,4 +1,4 @@
-"""What is wrong with a request, in sentences: pydantic's errors say which of its validators failed, in clauses."""
+"""Describes an invalid request in sentences, because pydantic reports one clause per failed validator."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ KINDS: Mapping[str, str] = {
     "model_attributes_type": "an object",
     "none_required": "null",
 }
-"""What a value must be, by the kind of error that says that it is not. A value of a union may be any of them."""
+"""The required type, by the kind of error. A value of a union may have any of them."""
 BOUNDS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "missing": lambda said: "is missing",
-    "extra_forbidden": lambda said: "is not known here",
+    "extra_forbidden": lambda said: "is not a known field",
     "greater_than": lambda said: f"must be more than {said['gt']:g}",
     "greater_than_equal": lambda said: f"must be at least {said['ge']:g}",
     "less_than": lambda said: f"must be below {said['lt']:.15g}",
@@ -43,7 +43,7 @@ BOUNDS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "too_long": lambda said: _counted("at most", said["max_length"], "entries", "entry"),
     "string_too_short": lambda said: _counted("at least", said["min_length"], "characters", "character"),
     "string_too_long": lambda said: _counted("at most", said["max_length"], "characters", "character"),
-    "string_pattern_mismatch": lambda said: "has characters that it may not have",
+    "string_pattern_mismatch": lambda said: "contains characters that are not allowed",
 }
 
 
@@ -53,8 +53,8 @@ def _counted(bound: str, number: int, many: str, one: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that is wrong. place: names and numbers on the way to it, those that the body has. choice: names of the
-    branches of unions on that way, each after the part of the place with this number."""
+    """One problem in a body. place: names and indices leading to it that exist in the body. choice: names of the union
+    branches on that way, each with its position in the place."""
 
     place: tuple[object, ...]
     branches: tuple[tuple[int, object], ...]
@@ -64,8 +64,8 @@ class Problem:
 
 
 def invalid(error: RequestValidationError) -> BadRequest:
-    """A validation error as sentences (five at most), which name every wrong field; the first is `param`. Where the body asks
-    for something that is not served, that alone."""
+    """A validation error as sentences (five at most) that name every wrong field; the first is `param`. If the body
+    requests something unsupported, only that is reported."""
     problems = _meant([_problem(item, error.body) for item in error.errors()])
     sentences: dict[str, str] = {}
     for refused in (True, False):
@@ -103,9 +103,9 @@ def _problem(item: Mapping[str, Any], body: object) -> Problem:
 
 
 def _meant(problems: Sequence[Problem], known: int = 0) -> list[Problem]:
-    """The problems without those of branches of unions that the client did not mean: of each union those branches are left that
-    find values of the kinds that they expect or, where there is none, that read furthest into the value. known: branches that
-    were chosen already."""
+    """The problems without those of union branches that the client did not mean. For each union, branches are kept
+    whose values have the expected types or, if there is none, those that read furthest into the value. known: branches
+    already chosen."""
     rest = [problem for problem in problems if len(problem.branches) <= known]
     unions: dict[tuple[object, ...], dict[object, list[Problem]]] = {}
     for problem in problems:
@@ -121,18 +121,18 @@ def _meant(problems: Sequence[Problem], known: int = 0) -> list[Problem]:
 
 
 def _of_its_kind(problem: Problem) -> bool:
-    """Whether a value is wrong, but of the kind that is expected."""
+    """Whether a value has the expected type but is wrong."""
     return problem.kind not in KINDS and problem.kind != "literal_error"
 
 
 def _depth(problem: Problem) -> tuple[int, int]:
-    """How far into the body a problem is."""
+    """How deep in the body a problem is."""
     numbers = [part for part in problem.place if isinstance(part, int)]
     return len(problem.place), numbers[-1] if numbers else -1
 
 
 def _unserved(problem: Problem, body: object) -> str | None:
-    """The sentence for what this server does not do; None for mistakes."""
+    """The sentence about an unsupported feature; None for mistakes."""
     if problem.kind == NOT_SERVED:
         return problem.message
     tag: object = None
@@ -153,7 +153,7 @@ def _at(place: Sequence[object], body: object) -> object:
 
 
 def _predicate(problems: Sequence[Problem]) -> str:
-    """What is wrong with one value, after its name."""
+    """What is wrong with one value; follows its name."""
     kinds = list(dict.fromkeys(KINDS[problem.kind] for problem in problems if problem.kind in KINDS))
     for problem in problems:
         if problem.kind == "literal_error":
@@ -176,6 +176,6 @@ def _other(problem: Problem) -> str:
 
 
 def _discriminator(said: Mapping[str, Any]) -> str:
-    """The name of the field that tells a union's branches apart."""
+    """The name of the field that distinguishes a union's branches."""
     name = str(said["discriminator"]).strip("'")
     return name if name == "role" else "type"

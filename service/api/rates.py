@@ -1,4 +1,4 @@
-"""How many requests a key may send."""
+"""Request rate limits by key."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ COUNTING = "/v1/messages/count_tokens"
 
 
 class RateLimit:
-    """ASGI middleware behind the guard: 429 with Retry-After for requests to routes that generate beyond `rate` of one key, or
-    of one address where no key is asked for. Counting tokens is counted by itself: clients do it before they ask. rate: in the
-    notation of the library limits, such as "60/minute"."""
+    """ASGI middleware behind the guard: 429 with Retry-After for requests to routes that generate beyond `rate` per
+    key, or per address if no key is required. Token counting has a separate count, because clients do it before they
+    generate. rate: in the notation of the library limits, such as "60/minute"."""
 
     def __init__(self, app: ASGIApp, rate: str, metrics: Metrics) -> None:
         self._app = app

@@ -1,8 +1,8 @@
-"""Replies that later requests may refer to, in this process's memory, each for the key that asked for it.
+"""Replies that later requests may refer to, in this process's memory, stored per key.
 
 `/v1/responses` continues earlier responses (`previous_response_id`) and takes their items by id (`item_reference`);
-`/v1/messages` continues threads. A reply is kept as the JSON of its parts: everything that its prompt said, then what was
-answered. Parts that several replies have in common, as the turns of one conversation do, are kept once.
+`/v1/messages` continues threads. A reply is stored as the JSON of its parts: the whole prompt, then the answer. Parts
+that several replies share, as the turns of one conversation do, are stored once.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from weakref import WeakSet
 from service.core import Caller, Selection
 
 OVERHEAD_BYTES = 256
-"""Counted for each reply, item and part besides its text."""
+"""Overhead counted for each reply, item and part in addition to its text."""
 REFERENCE_BYTES = 64
-"""Counted for each part and source that a reply refers to."""
+"""Bytes counted for each part and source that a reply refers to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What erasures select a reply by. id: of its request; "": none yet. api_key: the name of the key that asked."""
+    """What erasures select a reply by. id: of its request; "": not known yet. api_key: name of the key it was requested
+    with."""
 
     id: str
     api_key: str | None
@@ -39,9 +40,8 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A reply that is kept. parts: JSON of the conversation up to its end. items: numbers of parts by the ids that clients know
-    them by. sources: the replies that parts were taken from, whether they are still kept or not. answer: the JSON that the
-    client got."""
+    """A stored reply. parts: JSON of the conversation up to its end. items: part numbers by the ids that clients know.
+    sources: replies its parts were taken from, stored or not. answer: the JSON sent to the client."""
 
     origin: Origin
     parts: tuple[bytes, ...]
@@ -56,14 +56,14 @@ class Reply:
 
     @property
     def size(self) -> int:
-        """Bytes of what no other reply can share."""
+        """Bytes that no other reply can share."""
         references = len(self.parts) + len(self.sources)
         return len(self.answer) + OVERHEAD_BYTES * (1 + len(self.items)) + REFERENCE_BYTES * references
 
 
 class PendingReply:
-    """A reply that is being made, which may be kept at its end. forgotten: an erasure covers it, or a reply that it continues,
-    so that it is not kept."""
+    """A reply in progress that may be stored at its end. forgotten: an erasure covers it or a reply that it continues,
+    so it is not stored."""
 
     def __init__(self, replies: Replies, caller: Caller, client: str | None, domain: str | None) -> None:
         self.forgotten = False
@@ -73,19 +73,19 @@ class PendingReply:
         self.sources: frozenset[Origin] = frozenset()
 
     def take(self, name: str) -> Reply | None:
-        """A reply that this one continues. None: it is not kept, or another key's."""
+        """A reply that this one continues. None: not stored, or stored for another key."""
         return self._replies.take(self, name, self._caller)
 
     def take_item(self, id: str) -> bytes | None:
-        """A part of an earlier reply by its id. None: it is not kept, or another key's."""
+        """A part of an earlier reply by its id. None: not stored, or stored for another key."""
         return self._replies.take_item(self, id, self._caller)
 
     def asked(self, id: str) -> None:
-        """The engine knows its request by this id."""
+        """Sets the id under which the engine knows its request."""
         self._origin = replace(self._origin, id=id)
 
     def keep(self, name: str, parts: Sequence[bytes], items: Mapping[str, int], answer: bytes = b"") -> None:
-        """Keep it under the id that its client knows it by, unless it is forgotten or larger than all that may be kept."""
+        """Stores it under the id its client knows, unless it was forgotten or exceeds the total size limit."""
         origin = replace(self._origin, created=datetime.now(UTC))
         self._replies.add(self, name, Reply(origin, tuple(parts), items, self.sources, answer))
 
@@ -96,8 +96,8 @@ class PendingReply:
 
 
 class Replies:
-    """Replies by the ids that clients know them by, up to `max_bytes`; those that were not used for the longest time go first.
-    0: none is kept. recorded: answers are recorded in the log besides, unless their requests say otherwise. Thread-safe."""
+    """Replies by the ids that clients know, up to `max_bytes`; the least recently used are dropped first. 0: none is
+    stored. recorded: answers are also recorded in the log unless a request opts out. Thread-safe."""
 
     def __init__(self, max_bytes: int, *, recorded: bool = True) -> None:
         self.max_bytes = max_bytes
@@ -107,18 +107,18 @@ class Replies:
         self._items: dict[str, str] = {}
         """Names of replies by the ids of their items."""
         self._parts: dict[bytes, tuple[bytes, int]] = {}
-        """Every part that is kept, and how many times."""
+        """Every stored part and its reference count."""
         self._bytes = 0
         self._pending: WeakSet[PendingReply] = WeakSet()
 
     @property
     def size(self) -> int:
-        """Bytes that are kept now."""
+        """Bytes stored now."""
         return self._bytes
 
     @property
     def not_kept(self) -> str:
-        """What is said of a reply that is not kept."""
+        """The message for a reply that is not stored."""
         if not self.max_bytes:
             return "is not kept here (store.replies_mb is 0 or store.record is false): send the whole conversation"
         return (
@@ -127,14 +127,14 @@ class Replies:
         )
 
     def begin(self, caller: Caller, client: str | None, domain: str | None) -> PendingReply:
-        """A reply to a request with these tags."""
+        """A new reply in progress for a request with these tags."""
         pending = PendingReply(self, caller, client, domain)
         with self._lock:
             self._pending.add(pending)
         return pending
 
     def find(self, name: str, caller: Caller) -> Reply | None:
-        """The reply of this id. None: it is not kept, or another key's."""
+        """The reply with this id. None: not stored, or stored for another key."""
         with self._lock:
             return self._found(name, caller)
 
@@ -142,7 +142,7 @@ class Replies:
         """See PendingReply.take."""
         with self._lock:
             if (reply := self._found(name, caller)) is not None:
-                # Under the lock: whatever is erased from now on, this reply is known to hold its text.
+                # Under the lock, so that every later erasure knows that this reply contains the text.
                 pending.sources |= reply.lineage
             return reply
 
@@ -152,7 +152,7 @@ class Replies:
         return None if reply is None else reply.parts[reply.items[id]]
 
     def drop(self, name: str, caller: Caller) -> bool:
-        """Keep a reply no longer. False: it is not kept, or another key's."""
+        """Drops a reply. False: not stored, or stored for another key."""
         with self._lock:
             if self._found(name, caller) is None:
                 return False
@@ -160,7 +160,7 @@ class Replies:
             return True
 
     def forget(self, selection: Selection) -> None:
-        """Drop the replies that an erasure covers and all that continue one of them; those that are being made are not kept."""
+        """Drops the replies that an erasure covers and all that continue one of them; replies in progress are not stored."""
         with self._lock:
             for pending in self._pending:
                 pending.forgotten = pending.forgotten or pending.covered_by(selection)

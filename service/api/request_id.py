@@ -1,5 +1,5 @@
-"""Every response names its request: by the id that the client sent in `x-request-id`, or by a new one. Anthropic's clients look
-for it in `request-id`."""
+"""Every response names its request by the id that the client sent in `x-request-id`, or by a new one. Anthropic's
+clients expect it in `request-id`."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def id_of(scope: Scope) -> str:
 
 
 class RequestId:
-    """ASGI middleware that answers with `x-request-id`, and with `request-id` on Anthropic's routes: the client's own where it
-    is printable and short."""
+    """ASGI middleware that adds `x-request-id`, and `request-id` on Anthropic's routes: the client's own id if it is
+    printable and short."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

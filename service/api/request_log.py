@@ -1,6 +1,6 @@
-"""One line in the log for every request, at its end: figures, and no text of a prompt or an answer.
+"""Logs one line per request at its end: figures, but no text of a prompt or an answer.
 
-A request ends when its response was sent, or its client is gone, and the engine has ended all of its answers.
+A request ends when its response was sent or its client is gone, and the engine has ended all of its answers.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from service.logs import FIELDS
 log = logging.getLogger(__name__)
 
 PROBED = frozenset({"/health", "/health/live", "/health/ready", "/metrics", "/events", "/history", "/cases"})
-"""Routes of probes, scrapers and open pages, which come every few seconds: their lines are of level DEBUG."""
+"""Routes of probes, scrapers and open pages, which are called every few seconds and logged at level DEBUG."""
 DIGITS = 4
 """Decimals of seconds."""
 
 
 class RequestEntry:
-    """What the log says of a request. Used on the event loop alone. id: the request's, as clients see it. per_prompt: answers
-    to each prompt. error: code of what went wrong."""
+    """The log entry of a request. Used only on the event loop. id: the request's id, as clients see it. per_prompt:
+    answers per prompt. error: code of the error."""
 
     def __init__(self, id: str, method: str) -> None:
         self.id = id
@@ -40,7 +40,7 @@ class RequestEntry:
         self._response: tuple[str | None, int | None, str | None, float] | None = None
 
     def answer_started(self) -> None:
-        """The engine has a request for an answer, which `answer_ended` has to follow."""
+        """The engine has a request for an answer; `answer_ended` must follow."""
         self._pending += 1
 
     def answer_ended(self, finish: FinishReason | None, timings: Timings | None) -> None:
@@ -53,8 +53,8 @@ class RequestEntry:
         self._write_at_the_end()
 
     def response_ended(self, route: str | None, status: int | None, key: str | None = None) -> None:
-        """The response was sent, or its client is gone. route: None: there is no such route. status: None: none was sent. key:
-        the name of the API key that it came with."""
+        """The response was sent, or its client is gone. route: None: no such route. status: None: none was sent. key:
+        name of the API key it was sent with."""
         self._response = route, status, key, time.monotonic() - self._arrived
         self._write_at_the_end()
 
@@ -62,7 +62,7 @@ class RequestEntry:
         if self._response is None or self._pending:
             return
         route, status, key, seconds = self._response
-        # The route and not the path, which a client may have made up.
+        # The route rather than the path, which a client may have made up.
         line: dict[str, object] = {"request_id": self.id, "method": self.method, "route": route, "status": status}
         if key is not None:
             line["api_key"] = key
@@ -76,7 +76,7 @@ class RequestEntry:
         log.log(logging.DEBUG if route in PROBED else logging.INFO, "request", extra={FIELDS: line})
 
     def _figures(self) -> dict[str, object]:
-        """Of several answers tokens are summed, as in the response, and times are of the longest."""
+        """For several answers, tokens are summed, as in the response, and times are the longest."""
         spent = Timings.combined(self._timings, self.per_prompt)
         return {
             "prompt_tokens": spent.prompt_n,
@@ -100,14 +100,13 @@ def current_entry() -> RequestEntry | None:
 
 
 def note_error(code: str) -> None:
-    """The request that is being answered, if any, is answered with this error."""
+    """Records that the current request, if any, is answered with this error."""
     if (entry := _CURRENT.get()) is not None:
         entry.error = code
 
 
 class RequestLog:
-    """ASGI middleware that opens an entry for every request, and has every line that is logged meanwhile carry its
-    `request_id`."""
+    """ASGI middleware that opens an entry for every request and adds its `request_id` to every log line in the meantime."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""GET /requests and DELETE /requests/{id}: the requests that wait and run now, and ending one."""
+"""GET /requests and DELETE /requests/{id}: shows waiting and running requests, and ends one."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ Id = Annotated[str, Path(alias="id", max_length=MAX_TAG_CHARS)]
 
 
 def requests_routes(service: GenerationService) -> APIRouter:
-    """The routes that show requests under way and end them."""
+    """Routes that show and end current requests."""
     router = APIRouter(route_class=StrictRoute)
 
     @router.get("/requests")
     async def show() -> RequestsAnswer:
-        """Every request that waits or runs, in the order of arrival; never a text."""
+        """Every waiting or running request in order of arrival, without text."""
         return RequestsAnswer(requests=[RequestAnswer.model_validate(status) for status in service.requests()])
 
     @router.delete("/requests/{id}", status_code=202)
     async def cancel(id: Id) -> RequestAnswer:
-        """End a request before the engine's next round, by its id or that of its answer. Its client gets what there is."""
+        """End a request before the engine's next round, by its id or that of its answer. Its client receives the answer
+        so far."""
         return RequestAnswer.model_validate(service.cancel(request_id(id)))
 
     return router

@@ -1,4 +1,4 @@
-"""GET /runs, GET /runs/{id} and DELETE /runs/{id}: training runs, and ending one."""
+"""GET /runs, GET /runs/{id} and DELETE /runs/{id}: shows training runs and ends one."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Before = Annotated[int | None, Query(ge=1, lt=2**63), NUMERAL]
 
 
 def run_routes(operator: Operator, threads: CapacityLimiter) -> APIRouter:
-    """The routes that show training runs and end them. threads: for calls that block."""
+    """Routes that show and end training runs. threads: for blocking calls."""
     router = APIRouter(route_class=StrictRoute)
 
     @router.get("/runs")
     async def runs(limit: Limit = 20, before: Before = None) -> RunsAnswer:
-        """The newest runs, newest first; the next page are those `before` the last id of this one."""
+        """The newest runs, newest first. For the next page, pass the last id of this one as `before`."""
         found = await to_thread.run_sync(operator.runs, limit, before, limiter=threads)
         return RunsAnswer(runs=[RunAnswer.model_validate(run) for run in found])
 
@@ -35,7 +35,7 @@ def run_routes(operator: Operator, threads: CapacityLimiter) -> APIRouter:
 
     @router.delete("/runs/{id}")
     async def end(run_id: RunId) -> RunAnswer:
-        """End a run under way: its child is stopped, it becomes `ended`, and its texts are free for the next run."""
+        """End a run in progress: its child is stopped, its state becomes `ended`, and its texts are free for the next run."""
         return RunAnswer.model_validate(await to_thread.run_sync(operator.end_run, run_id, limiter=threads))
 
     return router

@@ -35,7 +35,7 @@ INTEGRAL = BeforeValidator(_whole)
 """Comes last, so that the schema keeps the bounds."""
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Tokens = Annotated[Whole, Field(ge=1, lt=2**53), INTEGRAL]
-"""Below 2**53, as far as every JSON library reads whole numbers exactly (RFC 8259, section 6)."""
+"""Below 2**53, up to which every JSON library reads integers exactly (RFC 8259, section 6)."""
 DraftTokens = Annotated[Whole, Field(ge=0, le=64), INTEGRAL]
 StopString = Annotated[str, Field(strict=True, min_length=1, max_length=MAX_STOP_CHARS)]
 
@@ -55,7 +55,7 @@ def _finite_or_none(value: object) -> object:
 
 
 def as_list(value: object) -> object:
-    """A text as a list of it alone, and a list without what is absent in it: "" and null. Anything else as it is."""
+    """A text as a list with one entry, and a list without absent entries ("" and null). Anything else is unchanged."""
     values = [value] if isinstance(value, str) else value
     return (
         [one for one in cast("list[object]", values) if one not in ("", None)] if isinstance(values, list) else values
@@ -78,16 +78,16 @@ StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOPS)]
 GivenStop = Annotated[str, Field(strict=True, max_length=MAX_STOP_CHARS)]
 GivenStops = Annotated[list[GivenStop | None], Field(max_length=MAX_STOPS)]
 Stops = Annotated[StopStrings, BeforeValidator(as_list, json_schema_input_type=GivenStop | GivenStops)]
-"""One string or several; empty ones are absent."""
+"""One string or several; empty ones count as absent."""
 Finite = Annotated[float | None, BeforeValidator(_finite_or_none)]
-"""JSON has no NaN: a figure that is not finite is sent as null."""
+"""JSON has no NaN: a value that is not finite is sent as null."""
 Interval = Annotated[list[Finite], Field(min_length=3, max_length=3)]
 """An estimate and the two ends of its 90 % interval."""
 
 
 class RequestModel(BaseModel):
-    """Base of what an operator asks for: unknown fields are refused, or a mistyped selection would erase more. Errors must not
-    quote bodies."""
+    """Base of operator requests: unknown fields are refused, because a mistyped selection would erase more. Errors must
+    not quote bodies."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
@@ -129,11 +129,11 @@ class GenerateRequest(ClientModel):
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     chat_template: Flag = True
     max_tokens: Tokens | None = None
-    """Tokens of the answer, at most; None: 256, or as many as fit in the context. `finish_reason` is "length" where it cut."""
+    """Maximum tokens of the answer; None: 256, or what the context leaves. `finish_reason` is "length" if it was reached."""
     temperature: Annotated[Number, Field(ge=0, le=10)] = DEFAULTS.temperature
     """0, and anything below 1e-5, is greedy."""
     top_p: Annotated[Number, Field(ge=0, le=1)] = DEFAULTS.top_p
-    """0: the most likely token alone."""
+    """0: only the most likely token."""
     top_k: Annotated[Whole, Field(ge=0, lt=2**31), INTEGRAL] = DEFAULTS.top_k
     min_p: Annotated[Number, Field(ge=0, le=1)] = DEFAULTS.min_p
     seed: Annotated[Whole, Field(ge=0), INTEGRAL] | None = None
@@ -143,11 +143,11 @@ class GenerateRequest(ClientModel):
     presence_penalty: Penalty = DEFAULTS.presence_penalty
     frequency_penalty: Penalty = DEFAULTS.frequency_penalty
     bad_words: BadWords | None = None
-    """Texts whose tokens are never said."""
+    """Texts that must not be generated."""
     min_tokens: LeastTokens = DEFAULTS.min_tokens
-    """No end comes before so many tokens."""
+    """Minimum tokens of the answer."""
     ignore_eos: Flag = DEFAULTS.ignore_eos
-    """The model's own end ends nothing."""
+    """The model's end token does not end the answer."""
     stop_token_ids: StopTokens | None = None
     """Tokens that end the answer."""
     include_stop_str_in_output: Flag = DEFAULTS.include_stop
@@ -161,20 +161,20 @@ class GenerateRequest(ClientModel):
     """False: nothing of this request is recorded."""
     return_tokens: Flag = False
     num_draft_tokens: DraftTokens | None = None
-    """Tokens proposed for it in a round, at most; 0: none."""
+    """Maximum draft length; 0: no drafting."""
     prediction: Text | None = None
-    """What the answer is expected to be, which makes it come faster where that is right."""
+    """The expected answer, which speeds up generation where it is right."""
 
 
 class CompletionTokensDetails(ResponseModel):
-    """Of answers with a prediction: its tokens that the answer has, and those that it does not have."""
+    """For answers with a prediction: numbers of predicted tokens that the answer contains and does not contain."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
 
     @classmethod
     def of(cls, spent: Timings) -> CompletionTokensDetails | None:
-        """As clients see it; None where nothing was predicted."""
+        """In the form shown to clients; None without a prediction."""
         if not spent.predicted_matched and not spent.predicted_unmatched:
             return None
         return cls(
@@ -192,9 +192,9 @@ class Usage(ResponseModel):
 
 
 class TimingsAnswer(ResponseModel):
-    """Where the time went, by llama.cpp's names; milliseconds of wall time. adapters: the versions that drafted for this
-    answer, in order of first use. prompt_n: prompt tokens that were prefilled, without the cache_n found in the prefix cache.
-    rounds: speculative rounds. What says how well the draft guessed is null or absent where it is not for this caller."""
+    """Where the time went, in llama.cpp's names; milliseconds of wall time. adapters: versions that drafted for this
+    answer, in order of first use. prompt_n: prefilled prompt tokens, without the cache_n found in the prefix cache.
+    rounds: speculative rounds. Draft statistics are null or absent if this caller may not see them."""
 
     prompt_n: int
     cache_n: int
@@ -210,7 +210,7 @@ class TimingsAnswer(ResponseModel):
 
     @classmethod
     def of(cls, spent: Timings, *, draft_counts: bool) -> TimingsAnswer:
-        """As clients see it. draft_counts: with what says how well the draft guessed."""
+        """In the form shown to clients. draft_counts: include the draft statistics."""
         counts = {"draft_n": spent.draft_n, "draft_n_accepted": spent.draft_n_accepted, "rounds": spent.rounds}
         return cls(
             **(counts if draft_counts else {}),
@@ -226,7 +226,7 @@ class TimingsAnswer(ResponseModel):
 
 
 class Summary(ResponseModel):
-    """How a request ended: the last event of a stream, and a JSON answer but for its text."""
+    """How a request ended: the last event of a stream, and the JSON answer except its text."""
 
     id: str
     model: str
@@ -234,7 +234,7 @@ class Summary(ResponseModel):
     usage: Usage
     timings: TimingsAnswer
     tokens: list[int] | None = None
-    """Ids of the output tokens, when asked for."""
+    """Ids of the output tokens, if requested."""
 
 
 class GenerateAnswer(Summary):
@@ -244,8 +244,8 @@ class GenerateAnswer(Summary):
 
 
 class DeltaAnswer(ResponseModel):
-    """One event of a stream. drafted[i]: the draft proposed tokens[i]; absent where that is not for this caller. Both only with
-    `return_tokens`."""
+    """One event of a stream. drafted[i]: the draft proposed tokens[i]; absent if this caller may not see it. Both only
+    with `return_tokens`."""
 
     text: str
     tokens: list[int] | None = None
@@ -253,7 +253,7 @@ class DeltaAnswer(ResponseModel):
 
 
 class ProgressAnswer(ResponseModel):
-    """How far a training run is. seconds_left: estimated."""
+    """Progress of a training run. seconds_left: estimated."""
 
     step: int
     steps: int
@@ -264,11 +264,11 @@ class ProgressAnswer(ResponseModel):
     paused: str | None = None
     """Why it is paused, if it is."""
     writing: bool = False
-    """Whether the target writes practice text, which steps and rate are about."""
+    """Whether the target is writing practice text, which step counts and rate then refer to."""
 
 
 class VerdictAnswer(ResponseModel):
-    """The gate's decision, and on how much text. gain: relative change of predicted tokens per second over the active
+    """The gate's decision and its evidence. gain: relative change of predicted tokens per second over the active
     version, with its 90 % interval; domains: (gain, low, high) of each."""
 
     promoted: bool
@@ -280,14 +280,14 @@ class VerdictAnswer(ResponseModel):
     high90: Finite
     domains: dict[str, Interval]
     measured_on: list[str]
-    """Kinds of machines whose measured costs had a say."""
+    """Kinds of machines whose measured costs were used."""
     p_value: Finite | None
-    """Of the hypothesis that the candidate is no better; null where nothing was tested."""
+    """For the hypothesis that the candidate is no better; null if nothing was tested."""
     level: Finite | None
-    """The largest p-value that was promoted, by what earlier gates have used of the budget."""
+    """Significance level of the test, after what earlier gates have used of the budget."""
     loss_bounded: bool | None
-    """Whether the loss against the base draft was proven to be within the tolerance on the golden set and on larger domains;
-    null where there is neither."""
+    """Whether the loss against the base draft was proven to be within the tolerance on the golden set and on larger
+    domains; null if there is neither."""
 
 
 class RunAnswer(ResponseModel):
@@ -322,14 +322,14 @@ class PracticeRequest(RequestModel):
 
 
 class MeasuredGainAnswer(ResponseModel):
-    """What the adapter that serves is worth against the base draft, on answers given since its promotion."""
+    """The gain of the serving adapter over the base draft, on answers given since its promotion."""
 
     answers: int
-    """How many answers were scored with both drafts; the adapter learnt from none of them."""
+    """Number of answers scored with both drafts; the adapter learnt from none of them."""
     tokens: int
     """Their output tokens."""
     before: Finite
-    """Tokens per target call with the base draft, the target's own token included."""
+    """Acceptance length with the base draft: tokens per target call, the target's own token included."""
     after: Finite
     """The same with the adapter."""
     gain: Finite
@@ -337,76 +337,76 @@ class MeasuredGainAnswer(ResponseModel):
     low90: Finite
     """Lower end of its two-sided 90 % interval."""
     high90: Finite
-    """Upper end of that."""
+    """Upper end of the interval."""
     speed_before: Finite | None
-    """Tokens per second of one request with the base draft while it drafts; null where the costs of rounds are not measured."""
+    """Tokens per second of one request with the base draft while drafting; null if round costs are not measured."""
     speed_after: Finite | None
     """The same with the adapter."""
     speed_gain: Interval | None
     """The relative change of speed and its 90 % interval."""
     realised: Finite | None
-    """Tokens a call of the rounds that the adapter did draft in these answers; null: too few can be compared."""
+    """Acceptance length of the rounds that the adapter drafted in these answers; null: too few can be compared."""
     predicted: Finite | None
-    """What the scores say of the same rounds."""
+    """Acceptance length that the scores predict for the same rounds."""
     overstated: bool
-    """Whether the engine surely accepts less than the scores say."""
+    """Whether the engine accepts less than the scores predict, with confidence."""
     summary: str
     """The figures in one line."""
 
 
 class GainsAnswer(ResponseModel):
-    """What the adapter that serves has gained, or why nothing has been gained yet."""
+    """The gain of the serving adapter, or why there is none yet."""
 
     adapter: int
-    """The adapter that serves; 0: the base draft."""
+    """The serving adapter; 0: the base draft."""
     measured: MeasuredGainAnswer | None
-    """The newest measurement of it; null: there is none."""
+    """Its newest measurement; null: none."""
     measured_at: datetime | None
-    """When it was made."""
+    """Time of the measurement."""
     reason: str | None
-    """Why there is none; null where there is one."""
+    """Why there is no measurement; null if there is one."""
 
 
 class LearningAnswer(ResponseModel):
-    """Whether a run on logged texts starts by itself, and what its gate would ask of it."""
+    """Whether a run on logged texts starts automatically, and what its gate would require."""
 
     waits: str | None
-    """Why none started when that was last looked at; null: nothing was against it, or a run is under way."""
+    """Why none started at the last check; null: nothing prevented it, or a run is in progress."""
     refused: int
-    """Runs that the gate has refused since the last promotion; each doubles the wait, up to 32 times."""
+    """Runs refused by the gate since the last promotion; each doubles the wait, up to 32 times."""
     level: Finite
-    """Of the next gate's test: it falls with refusals."""
+    """Significance level of the next gate's test; it falls with refusals."""
     level_after_promotion: Finite
-    """What it would be after a promotion."""
+    """The level after a promotion."""
     held_out: int
     """Prompts that the next gate could measure on now."""
     held_out_needed: int
-    """Those that it takes at this level; no run starts before."""
+    """Prompts required at this level; no run starts before."""
     minutes: Finite
     """Minutes of runs in the last 24 hours."""
     minutes_per_day: Finite
-    """How many there may be (`training.minutes_per_day`)."""
+    """The maximum (`training.minutes_per_day`)."""
     expected_gain: Finite
-    """Relative gain in speed that the next run is expected to bring, by the last verdicts."""
+    """Expected relative gain in speed of the next run, from the last verdicts."""
     against_base: dict[str, Interval]
-    """What the active adapter's gate found of it against the base draft, by domain and on the golden set: gain and its 90 %
+    """Gains of the active adapter over the base draft at its gate, by domain and on the golden set: gain and its 90 %
     interval."""
 
 
 class PracticeAnswer(ResponseModel):
-    """Whether practice starts by itself."""
+    """Whether practice starts automatically."""
 
     on: bool
     fixed: str | None
-    """Why that cannot be changed while the server runs; null: it can."""
+    """Why this cannot be changed while the server runs; null: it can."""
     waits: str | None
-    """Why none started when that was last looked at; null: nothing was against it, a run is under way, or it is off."""
+    """Why none started at the last check; null: nothing prevented it, a run is in progress, or practice is off."""
 
 
 class RequestAnswer(ResponseModel):
-    """A request under way. waiting_seconds: from its arrival until it joined the batch, or until now. running_seconds: since it
-    joined the batch; null: it has not. adapter: the version that served in its last round (0: the bare draft); null: there was
-    none yet."""
+    """A current request. waiting_seconds: from its arrival until it joined the batch, or until now. running_seconds:
+    since it joined the batch; null: not yet. adapter: the version that served its last round (0: the base draft); null:
+    no round yet."""
 
     id: str
     state: RequestState
@@ -420,7 +420,7 @@ class RequestAnswer(ResponseModel):
 
 
 class RequestsAnswer(ResponseModel):
-    """Requests under way, in the order of arrival."""
+    """Current requests, in order of arrival."""
 
     requests: list[RequestAnswer]
 
@@ -439,24 +439,24 @@ class AdapterAnswer(ResponseModel):
     sha256: str
     created_at: datetime
     erased_texts: int | None
-    """Texts that it, or a version that it was trained on top of, learnt from and that were erased since; null: none."""
+    """Number of texts erased since that it, or a version it was trained on, learnt from; null: none."""
     learnt_from: int
-    """Texts of the log that its run learnt from: new, from the window before them, and replayed."""
+    """Number of logged texts its run learnt from: new, from the window before them, and replayed."""
     measured_on: list[str]
-    """Kinds of machines whose measured costs had a say in the gate's verdict."""
+    """Kinds of machines whose measured costs were used in the gate's verdict."""
     target: str | None
-    """Fingerprint of the target that it serves with; null: of a run that is not known."""
+    """Fingerprint of the target it serves with; null: its run is unknown."""
 
 
 class AdaptersAnswer(ResponseModel):
-    """`active`: the version that drafts now; 0 is the bare draft."""
+    """`active`: the version that drafts now; 0 is the base draft."""
 
     active: int
     adapters: list[AdapterAnswer]
 
 
 class SwitchAnswer(ResponseModel):
-    """The active adapter after a switch; null for the bare draft."""
+    """The active adapter after a switch; null for the base draft."""
 
     active: int
     adapter: AdapterAnswer | None
@@ -474,8 +474,8 @@ _SELECTED: list[dict[str, Any]] = [
 
 
 class EraseRequest(RequestModel):
-    """The body of DELETE /generations: one or more of `ids`, `api_key`, `client`, `domain` and `before`, all of which must
-    match, or `everything`."""
+    """The body of DELETE /generations: one or more of `ids`, `api_key`, `client`, `domain` and `before`, all of which
+    must match, or `everything`."""
 
     model_config = ConfigDict(json_schema_extra=cast("dict[str, Any]", {"anyOf": [_EVERYTHING, *_SELECTED]}))
 
@@ -483,21 +483,21 @@ class EraseRequest(RequestModel):
         Annotated[list[Annotated[Text, Field(min_length=1, max_length=64)]], Field(min_length=1, max_length=MAX_IDS)]
         | None
     ) = None
-    """Ids of answers, of any route; those that are not in the log are passed over."""
+    """Ids of answers, from any route; unknown ones are ignored."""
     api_key: Tag | None = None
-    """Name of the key that they were asked for with."""
+    """Name of the API key they were requested with."""
     client: Client | None = None
     domain: Tag | None = None
     before: Moment | None = None
     """Recorded before this moment: ISO 8601, with its offset from UTC."""
     everything: Flag = False
     retire_adapters: Flag = False
-    """Adapters that learnt an erased text, of this or an earlier erasure, become `revoked`: they never serve again."""
+    """Adapters that learnt a text erased now or earlier become `revoked`: they never serve again."""
 
 
 class ErasedAnswer(ResponseModel):
-    """How many generations were deleted. adapters: the versions that learnt one of them, or were trained on top of one that
-    did; revoked: those that may not serve any more since this call."""
+    """Number of deleted generations. adapters: the versions that learnt one of them, or were trained on one that did;
+    revoked: those that this call revoked."""
 
     generations: int
     adapters: list[int]
@@ -511,8 +511,8 @@ class LoginRequest(RequestModel):
 
 
 class SessionAnswer(ResponseModel):
-    """Who calls. role: public, client, local (no key is asked for) or operator. key: the name of the key that is used, or that
-    the session was opened with; null without. asks_for_key: whether the routes want one."""
+    """The caller. role: public, client, local (no key is required) or operator. key: name of the key used, or of the
+    key that opened the session; null without. asks_for_key: whether the routes require one."""
 
     role: str
     key: str | None
@@ -520,14 +520,15 @@ class SessionAnswer(ResponseModel):
 
 
 class LiveAnswer(ResponseModel):
-    """The process answers."""
+    """The process responds."""
 
     status: Literal["alive"] = "alive"
 
 
 class ReadyAnswer(ResponseModel):
-    """The engine serves. rows, waiting: requests that run and that wait. idle_seconds: since the engine's last progress while
-    it has work. adapter: the active version. loaded: the models are in memory; where not, the next request loads them."""
+    """The engine serves. rows, waiting: running and waiting requests. idle_seconds: since the engine's last progress
+    while it has work. adapter: the active version. loaded: the models are in memory; if not, the next request loads
+    them."""
 
     status: Literal["ready"] = "ready"
     rows: int

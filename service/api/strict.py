@@ -1,4 +1,4 @@
-"""Strict parsing of requests: JSON that every parser reads in the same way, numbers that are digits."""
+"""Strict parsing of requests: JSON that every parser reads the same way, numbers made of digits."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from service.core import BadRequest
 LARGE_BYTES = 2**16
 """A body of more bytes is parsed on a thread."""
 ENTRIES = ("messages", "input", "prompt")
-"""Fields of bodies whose entries each take a token of the context or more."""
+"""Fields whose entries each take at least one token of the context."""
 MAX_DEPTH = 128
-"""Objects and arrays within each other in a body: pydantic writes some 250 in an answer, grammars take 128."""
+"""Maximum nesting of objects and arrays in a body: pydantic can write about 250 in an answer, grammars allow 128."""
 
 
 def parse_json(raw: bytes) -> object:
-    """UTF-8 JSON with unique keys, finite numbers and whole characters. Raises BadRequest on anything else."""
+    """UTF-8 JSON with unique keys, finite numbers and complete characters. Raises BadRequest on anything else."""
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_constant)
         _check_depth(value)
         if b"\\u" in raw:
-            # An escape may be half of a surrogate pair, which no UTF-8 can hold.
+            # An escape may be half of a surrogate pair, which UTF-8 cannot encode.
             json.dumps(value, ensure_ascii=False).encode()
         return value
     except UnicodeEncodeError:
@@ -71,25 +71,25 @@ def _constant(name: str) -> Never:
 
 
 def _numeral(value: object) -> object:
-    """Pydantic alone would take 1_000, and spaces and line ends around a number."""
+    """Pydantic alone would accept 1_000, and spaces and newlines around a number."""
     if isinstance(value, str) and re.search(r"[\s_]", value):
         raise ValueError("has spaces or underscores among its digits")
     return value
 
 
 NUMERAL = BeforeValidator(_numeral)
-"""Of numbers in paths and queries; comes last, so that the schema keeps the bounds."""
+"""For numbers in paths and queries; comes last, so that the schema keeps the bounds."""
 
 
 def check_entries(body: object, max_context: int) -> None:
-    """Raises ContextExceeded for more messages, parts of one, or token ids than a context has tokens: before they are looked at
-    one by one, which takes the event loop's time."""
+    """Raises ContextExceeded for more messages, parts of one, or token ids than the context has tokens, before they are
+    validated one by one, which takes the event loop's time."""
     given = cast("dict[str, object]", body) if isinstance(body, dict) else {}
     for name in ENTRIES:
         entries = given.get(name)
         if not isinstance(entries, list):
             continue
-        # Several prompts share no context.
+        # Several prompts do not share a context.
         parts = [_parts(entry) for entry in cast("list[object]", entries)]
         count = max([len(parts) if name != "prompt" or _is_number(entries[:1]) else 0, *parts])
         if count > max_context:
@@ -122,8 +122,8 @@ class StrictRequest(Request):
 
 
 class StrictRoute(APIRoute):
-    """A route that refuses input it would otherwise ignore: a query parameter that is given twice, unknown ones (but of GET), a
-    body it does not take, and a body that is not application/json."""
+    """A route that refuses input it would otherwise ignore: repeated query parameters, unknown ones (except of GET), an
+    unexpected body, and a body that is not application/json."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """FastAPI's handler behind these checks."""
@@ -137,7 +137,7 @@ class StrictRoute(APIRoute):
                 if name in known and len(request.query_params.getlist(name)) > 1:
                     raise BadRequest("the same query parameter is given twice", field=printable(name))
                 if name not in known and changes:
-                    raise BadRequest("this route takes no such query parameter", field=printable(name))
+                    raise BadRequest("this route has no such query parameter", field=printable(name))
             if not changes:
                 return await handle(request)
             request = StrictRequest(request.scope, request.receive)

@@ -1,7 +1,7 @@
-"""Threads for work that would hold up the event loop, or the threads that others wait for.
+"""Thread pools for work that would block the event loop or other work.
 
-The tokenizer encodes one text after another, so a burst of long prompts makes everything wait that shares its threads. Each
-kind of work has its own: `/metrics` and the page use those that AnyIO gives to everything else.
+The tokenizer encodes one text after another, so a burst of long prompts delays everything that shares its threads. Each
+kind of work has its own pool; `/metrics` and the page use AnyIO's default threads.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Arguments = TypeVarTuple("Arguments")
 
 
 class Threads:
-    """At most so many threads for one kind of work, on each event loop. name: no other kind's."""
+    """At most `count` threads for one kind of work, on each event loop. name: unique."""
 
     def __init__(self, name: str, count: int) -> None:
         self._count = count
         self._limiter: RunVar[CapacityLimiter] = RunVar(name)
 
     async def run(self, work: Callable[[Unpack[Arguments]], T], *arguments: *Arguments) -> T:
-        """Call `work` on a thread, as soon as one is free. Raises what it raises."""
+        """Calls `work` on a thread as soon as one is free. Raises what it raises."""
         limiter = self._limiter.get(None)
         if limiter is None:
             limiter = CapacityLimiter(self._count)
@@ -33,10 +33,10 @@ class Threads:
 
 
 PARSING = Threads("redraft-parsing", 1)
-"""Large bodies."""
+"""For large bodies."""
 ENCODING = Threads("redraft-encoding", 16)
-"""Prompts of requests that generate."""
+"""For prompts of requests that generate."""
 COMPILING = Threads("redraft-compiling", 32)
-"""Grammars, each of which may take seconds."""
+"""For grammars, each of which may take seconds."""
 COUNTING = Threads("redraft-counting", 1)
-"""Prompts that are only counted: at most one of them is ahead of a prompt that is to be answered."""
+"""For prompts that are only counted: at most one of them is ahead of a prompt to be answered."""

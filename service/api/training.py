@@ -1,5 +1,5 @@
-"""POST /train and GET /train/{id}: start a training run, and show its progress. GET /learning: when the next one starts by
-itself. GET /gains: what was gained. GET and PUT /practice: whether practice starts by itself."""
+"""POST /train and GET /train/{id}: start a training run and show its progress. GET /learning: when the next run starts
+automatically. GET /gains: the measured gain. GET and PUT /practice: whether practice starts automatically."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ IdempotencyKey = Annotated[
 
 
 def training_routes(operator: Operator, threads: CapacityLimiter) -> APIRouter:
-    """The routes that start and show training runs, and turn practice on and off. threads: for calls that block."""
+    """Routes that start and show training runs, and turn practice on and off. threads: for blocking calls."""
     router = APIRouter(route_class=StrictRoute)
 
     @router.post("/train", status_code=202)
     async def train(
         response: Response, practice_minutes: Minutes = None, idempotency_key: IdempotencyKey = None
     ) -> RunAnswer:
-        """Start one run now; with `practice_minutes` on text that the target writes, for so long. The same Idempotency-Key gets
-        the same run, however often it is sent."""
+        """Start a run now; with `practice_minutes`, for that long on text that the target writes. Requests with the
+        same Idempotency-Key get the same run."""
         run = await to_thread.run_sync(operator.request_training, idempotency_key, practice_minutes, limiter=threads)
         response.headers["location"] = f"/train/{run.id}"
         return RunAnswer.model_validate(run)
@@ -40,26 +40,26 @@ def training_routes(operator: Operator, threads: CapacityLimiter) -> APIRouter:
 
     @router.get("/learning")
     async def learning() -> LearningAnswer:
-        """Whether a run on logged texts starts by itself or why not, what its gate would ask of it, and what the active adapter
-        was found to gain or lose against the base draft. 409 without a draft."""
+        """Whether a run on logged texts starts automatically or why not, what its gate would require, and the active
+        adapter's gain or loss against the base draft. 409 without a draft."""
         return LearningAnswer.model_validate(await to_thread.run_sync(operator.learning, limiter=threads))
 
     @router.get("/gains")
     async def gains() -> GainsAnswer:
-        """What the adapter that serves gains against the base draft on answers given since its promotion, with the 90 %
-        interval and what the engine realised; or why nothing has been gained yet."""
+        """The serving adapter's gain over the base draft on answers given since its promotion, with the 90 % interval
+        and the engine's realised acceptance length; or why there is none yet."""
         return GainsAnswer.model_validate(await to_thread.run_sync(operator.gains, limiter=threads))
 
     @router.get("/practice")
     async def practice() -> PracticeAnswer:
-        """Whether practice starts by itself, why that cannot be changed, and why none starts now."""
+        """Whether practice starts automatically, why that cannot be changed, and why none starts now."""
         return PracticeAnswer.model_validate(operator.practice())
 
     @router.put("/practice")
     async def choose_practice(asked: PracticeRequest) -> PracticeAnswer:
-        """Let practice start by itself, after a restart too, or not; off ends a run of it that started by itself. Turned on it
-        makes do with the memory that is free: a server that starts with it on sets some aside. 409 where the configuration sets
-        `training.practice`, or no run can start here."""
+        """Turn automatic practice on or off, also for later starts; off ends an automatic practice run in progress.
+        When it is turned on at run time, it uses free memory; a server that starts with it on reserves some. 409 if the
+        configuration sets `training.practice`, or if no run can start here."""
         chosen = await to_thread.run_sync(operator.choose_practice, asked.on, limiter=threads)
         return PracticeAnswer.model_validate(chosen)
 

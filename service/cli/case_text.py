@@ -1,5 +1,4 @@
-"""Recorded tokens as text; of failure cases what the draft proposed and what the target said instead, with a bit of what is
-around them."""
+"""Recorded tokens as text; for failure cases, the draft's proposal and the target's token in context."""
 
 from __future__ import annotations
 
@@ -16,12 +15,12 @@ if TYPE_CHECKING:
     from service.store.log.cases import CaseContext
 
 BEFORE, AFTER = 16, 8
-"""Tokens around a case."""
+"""Tokens shown before and after a case."""
 
 
 @dataclass(frozen=True, slots=True)
 class CaseText:
-    """Bytes that are no UTF-8, as parts of characters are, are escapes in it."""
+    """A case's text. Invalid UTF-8, such as parts of characters, is shown as escapes."""
 
     before: str
     drafted: str
@@ -30,7 +29,7 @@ class CaseText:
 
 
 class TextReader:
-    """Decodes tokens by the target's tokenizer. Fetches no model: raises RedraftError where it is not on this disk."""
+    """Decodes tokens with the target's tokenizer. Downloads nothing: raises RedraftError if the model is not on disk."""
 
     def __init__(self, settings: Settings) -> None:
         from mlx_lm.utils import load_tokenizer
@@ -41,16 +40,18 @@ class TextReader:
         name = settings.models.target
         folder = target_at_hand(settings)
         if folder is None:
-            raise RedraftError(f"the tokenizer of {name} is not on this disk: `redraft models get {name}` fetches it")
+            raise RedraftError(
+                f"the tokenizer of {name} is not on this disk: download it with `redraft models get {name}`"
+            )
         self._fingerprint = tokenizer_fingerprint(folder)
         self._encoder: TextEncoder = TextEncoder(load_tokenizer(folder))
 
     def text(self, tokens: Sequence[int], tokenizer: str) -> str | None:
-        """Bytes that are no UTF-8 are escapes in it. None where the tokens are another tokenizer's."""
+        """The text, with invalid UTF-8 as escapes. None if the tokens belong to another tokenizer."""
         return self._text(tokens) if tokenizer == self._fingerprint else None
 
     def read(self, case: FailureCase, context: CaseContext) -> CaseText | None:
-        """The case as text; None where its tokens are another tokenizer's."""
+        """The case as text; None if its tokens belong to another tokenizer."""
         if context.tokenizer != self._fingerprint:
             return None
         return CaseText(

@@ -1,4 +1,4 @@
-"""`cases`: where the draft was rejected, and what is quarantined, without loading any model."""
+"""`cases`: rejections of the draft and quarantined texts, without loading a model."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ cases = typer.Typer(help="Where the draft was rejected, and which texts are quar
 def list_cases(
     config: Config = None,
     url: Remote = None,
-    limit: Annotated[int, typer.Option(min=1, help="How many, newest first.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number shown, newest first.")] = 20,
     offset: Annotated[int, typer.Option(min=0)] = 0,
     text: Annotated[
         bool,
-        typer.Option("--text", help="Show tokens as the target's tokenizer decodes them, and the text before them."),
+        typer.Option("--text", help="Decode tokens with the target's tokenizer, and show the text before them."),
     ] = False,
     json: Json = None,
 ) -> None:
-    """Where the draft was rejected: what it proposed, and what the target said instead. Of a server (--url) as text:
-    those of its pair."""
+    """List failure cases: what the draft proposed, and what the target chose instead. With --url, the cases of that
+    server's pair, as text."""
     from service.cli.case_text import TextReader
     from service.store.stores import open_stores
 
@@ -66,7 +66,7 @@ def list_cases(
 
 
 def _list_served(url: str, home: Path, limit: int, offset: int, json: Path | None) -> None:
-    """List the newest failure cases of a server, which hands them out by the page."""
+    """Lists the newest failure cases of a server, page by page."""
     from service.api.page.routes import MAX_CASES
     from service.api.page.schemas import CasesAnswer
 
@@ -100,9 +100,9 @@ def show(
     config: Config = None,
     json: Json = None,
 ) -> None:
-    """One failure case: the text before it, what the draft proposed, what the target said, and what came after.
+    """Show one failure case: the text before it, the draft's proposal, the target's token, and the text after it.
 
-    Text is decoded by the target's tokenizer, where that is on this disk; what a terminal would act on is shown as an escape.
+    Text is decoded with the target's tokenizer if it is on this disk; control characters are shown as escapes.
     """
     from service.cli.case_text import TextReader
     from service.store.stores import open_stores
@@ -114,7 +114,7 @@ def show(
         try:
             text = _texts(stores, [found], TextReader(settings))[case]
         except RedraftError as error:
-            # The figures are there without it.
+            # Without text, the figures can still be shown.
             err.print(str(error), highlight=False, soft_wrap=True)
             text = None
     finally:
@@ -139,7 +139,7 @@ def show(
 
 
 def _texts(stores: Stores, found: Sequence[CaseRow], reader: TextReader) -> dict[int, CaseText | None]:
-    """Failure cases as text, by their ids; None where their tokens are another tokenizer's."""
+    """Failure cases as text, by id; None if their tokens belong to another tokenizer."""
     from service.cli.case_text import AFTER, BEFORE
 
     return {row.id: reader.read(row.case, stores.cases.context(row.id, BEFORE, AFTER)) for row in found}
@@ -153,7 +153,7 @@ def _text_row(row: CaseRow, text: CaseText | None) -> tuple[object, ...]:
 
 
 def _quoted(text: CaseText | None) -> tuple[str, str, str, str]:
-    """Its parts within quotes, so that spaces at their ends are seen; empty without a text."""
+    """Its parts in quotes, so that spaces at their ends are visible; empty without text."""
     if text is None:
         return "", "", "", ""
     return f'"{text.before}"', f'"{text.drafted}"', f'"{text.target}"', f'"{text.after}"'
@@ -164,14 +164,14 @@ def _fields(text: CaseText | None) -> dict[str, Any] | None:
 
 
 def _plain(row: CaseRow) -> dict[str, Any]:
-    """A failure case as JSON can hold it."""
+    """A failure case as a JSON-compatible value."""
     about = {"id": row.id, "generation": row.generation, "domain": row.domain}
     return about | asdict(row.case) | {"trained_run": row.trained_run, "created_at": row.created_at.isoformat()}
 
 
 @cases.command()
 def stats(config: Config = None, json: Json = None) -> None:
-    """Counts of what was recorded."""
+    """Show counts of recorded data."""
     from service.store.stores import open_stores
 
     stores = open_stores(settings_from(config))
@@ -195,7 +195,7 @@ def stats(config: Config = None, json: Json = None) -> None:
 
 @cases.command()
 def quarantined(config: Config = None, json: Json = None) -> None:
-    """Quarantined texts: what adapters that were rolled back had learnt, and what runs crashed over."""
+    """List quarantined texts: those learnt by rolled-back adapters, and those that crashed training runs."""
     from service.store.stores import open_stores
 
     stores = open_stores(settings_from(config))
@@ -216,7 +216,7 @@ def release(
     config: Config = None,
     run: Annotated[int | None, typer.Option(min=1, help="Only texts that this run quarantined.")] = None,
 ) -> None:
-    """Let runs learn again from quarantined texts."""
+    """Release quarantined texts, so that runs may learn from them again."""
     from service.store.stores import open_stores
 
     stores = open_stores(settings_from(config))

@@ -1,4 +1,4 @@
-"""Shell completion, for the shell that is named: Typer's own options guess it, and fail where there is none to be found."""
+"""Shell completion for a named shell: Typer's own options guess the shell, and fail if they cannot."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import typer
 from typer.completion import completion_init, get_completion_script, install
 
 VARIABLE = "_REDRAFT_COMPLETE"
-"""Environment variable by which a shell asks for completions."""
+"""Environment variable through which a shell requests completions."""
 
-# Makes Typer answer what the scripts ask.
+# Enables Typer's side of the scripts.
 completion_init()
 
 
@@ -33,17 +33,17 @@ def _show(shell: Shell | None) -> None:
 def _install(shell: Shell | None) -> None:
     if shell is not None:
         _, path = install(shell=shell.value, prog_name="redraft", complete_var=VARIABLE)
-        typer.echo(f"completion for {shell} is in {path}: it works in shells that are started from now on")
+        typer.echo(f"completion for {shell} was installed in {path}: start a new shell to use it")
         raise typer.Exit
 
 
 Show = Annotated[
     Shell | None,
     typer.Option(
-        "--show-completion", callback=_show, is_eager=True, help="Show the script that completes in this shell."
+        "--show-completion", callback=_show, is_eager=True, help="Print the completion script for this shell."
     ),
 ]
 Install = Annotated[
     Shell | None,
-    typer.Option("--install-completion", callback=_install, is_eager=True, help="Install it for this shell."),
+    typer.Option("--install-completion", callback=_install, is_eager=True, help="Install completion for this shell."),
 ]

@@ -14,7 +14,7 @@ from service.cli.options import API_KEY, Config, Database, Draft, Json, Target, 
 from service.core import BadRequest
 from service.settings import Origin, Setting, list_settings
 
-config = typer.Typer(help="Settings: which there are, and where their values come from.", no_args_is_help=True)
+config = typer.Typer(help="Settings and where their values come from.", no_args_is_help=True)
 
 
 @config.command()
@@ -32,10 +32,10 @@ def show(
     train: Annotated[bool, typer.Option("--train/--no-train", help="As `serve` takes it.")] = True,
     json: Json = None,
 ) -> None:
-    """Every setting, its value, and where that comes from: a flag, the environment, the file of --config, or the default.
+    """Show every setting, its value, and its source: a flag, the environment, the --config file, or the default.
 
-    A flag goes before the environment, and that before the file. Names that are no settings are refused, in the file and in the
-    environment too. Passwords are not shown.
+    Flags override the environment, which overrides the file. Unknown names in the file or the environment are errors.
+    Passwords are not shown.
     """
     flags = given_flags(
         models__target=target,
@@ -49,7 +49,7 @@ def show(
     key = os.environ.get(API_KEY)
     listed = list_settings(config, flags | ({"server.api_key": key} if key else {}))
     if key:
-        # `serve` reads it by the name that commands have for it too.
+        # `serve` also reads it under the name that client commands use.
         listed = [
             replace(each, origin=Origin.ENVIRONMENT) if each.name == "server.api_key" else each for each in listed
         ]
@@ -62,7 +62,7 @@ def show(
 
 
 def _chosen(found: list[Setting], names: list[str]) -> list[Setting]:
-    """Those of these names and sections, or all. Raises BadRequest for a name that is neither."""
+    """The settings with these names or in these sections, or all. Raises BadRequest for an unknown name."""
     for name in names:
         if not any(_named(each, name) for each in found):
             raise BadRequest(f"there is no setting {name}", field="name")
@@ -74,7 +74,7 @@ def _named(setting: Setting, name: str) -> bool:
 
 
 def _plain(setting: Setting) -> object:
-    """Its value as JSON can hold it, without a password."""
+    """Its value as a JSON-compatible value, without a password."""
     from service.store.backends.backend import shown, sqlite_path
 
     value = setting.value

@@ -1,4 +1,4 @@
-"""Output of the commands: progress on stderr, tables on stdout, and JSON files for programs; and questions at a terminal."""
+"""Output of the commands: progress on stderr, tables on stdout, JSON files for programs; and questions at a terminal."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from rich.text import Text
 
 from service.core import BadRequest
 
-# Printed text holds names that clients chose, so markup is off.
+# Markup is off because printed text contains names chosen by clients.
 out = Console(markup=False, emoji=False)
 err = Console(stderr=True, markup=False, emoji=False)
 
 STDOUT = Path("-")
-"""As the file of --json: standard output, where nothing else goes then."""
+"""As the file of --json: standard output, which then contains nothing else."""
 
 HEARTBEAT_SECONDS = 8.0
-"""Longest silence of work in stages on a stderr that is no terminal."""
+"""Longest silence of work in stages if stderr is not a terminal."""
 
 
 def fail(message: str) -> None:
-    """One line on stderr: what went wrong."""
+    """Prints one line about an error on stderr."""
     err.print(Text.assemble(("redraft:", "bold red"), " ", message), highlight=False, soft_wrap=True)
 
 
@@ -74,8 +74,8 @@ def progress(title: str) -> Generator[Bar]:
 
 @contextmanager
 def stages(title: str) -> Generator[Stages]:
-    """Progress of work in stages, on stderr: a line for every new stage, and between them a bar, or, where stderr is not a
-    terminal, the newest state every HEARTBEAT_SECONDS."""
+    """Progress of work in stages, on stderr: a line for every new stage, and between them a bar or, if stderr is not a
+    terminal, the latest state every HEARTBEAT_SECONDS."""
     seen: set[str] = set()
     state, printed_at, over = title, time.monotonic(), threading.Event()
 
@@ -114,21 +114,21 @@ def stages(title: str) -> Generator[Stages]:
 
 
 def at_terminal() -> bool:
-    """Whether somebody at a terminal can be asked: it is there for input and output, and this process is not in its background,
-    where reading would stop it."""
+    """Whether a user can be asked: input and output are a terminal, and this process is not in its background, where
+    reading would stop it."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return False
     try:
         return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
     except OSError:
-        # A terminal without job control.
+        # The terminal has no job control.
         return True
 
 
 def agrees(question: str) -> bool | None:
-    """What somebody at the terminal answers, no by default; None: nothing, the input ended or cannot be read."""
+    """The user's answer, no by default; None if the input ended or cannot be read."""
     while True:
-        # By itself `input` writes its prompt to stderr, which may be a file.
+        # `input` would write its prompt to stderr, which may be a file.
         out.print(f"{question} [y/N]: ", end="", highlight=False, soft_wrap=True)
         try:
             answer = input().strip().lower()
@@ -140,24 +140,24 @@ def agrees(question: str) -> bool | None:
 
 
 def require_consent(question: str, yes: bool) -> None:
-    """Ask before something is deleted. yes: it was said on the command line. question: what would be deleted. Raises BadRequest
-    where nobody can be asked, typer.Abort where the answer is no."""
+    """Asks before something is deleted. yes: consent was given on the command line. question: names what would be
+    deleted. Raises BadRequest if no terminal is available, typer.Abort if the answer is no."""
     if yes:
         return
     if not at_terminal():
-        raise BadRequest(f"{printable(question)} There is no terminal to ask at: --yes says yes", field="yes")
+        raise BadRequest(f"{printable(question)} There is no terminal for a confirmation: pass --yes", field="yes")
     if not agrees(printable(question)):
         raise typer.Abort
 
 
 def printable(text: str) -> str:
-    """Text as a terminal may be given it: control characters, and what changes the direction or order of others, become escapes
-    such as \\x1b."""
+    """Text made safe for a terminal: control characters, and those that change the direction or order of others, become
+    escapes such as \\x1b."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in text)
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """A table on stdout, one line or more a row. Whatever cells hold is made printable."""
+    """Prints a table on stdout, one or more lines per row. All cells are made printable."""
     made = Table(title=title, title_justify="left")
     for name in columns:
         made.add_column(name, overflow="fold")
@@ -167,7 +167,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
 
 
 def only_json(context: typer.Context, path: Path | None) -> Path | None:
-    """The callback of --json: with `-` whatever else the command would print on stdout is left out."""
+    """The callback of --json: with `-`, the command's other output on stdout is suppressed."""
     if path == STDOUT:
         out.quiet = True
         context.call_on_close(lambda: setattr(out, "quiet", False))
@@ -175,8 +175,8 @@ def only_json(context: typer.Context, path: Path | None) -> Path | None:
 
 
 def write_json(path: Path | None, content: Mapping[str, object], *, so_far: bool = False) -> None:
-    """Write `content` there, making the folder first, or to STDOUT; without a path, nothing. so_far: more is to come, for which
-    a file is written again and stdout is not written before. Raises OSError."""
+    """Writes `content` to the path, creating its folder, or to STDOUT; without a path, nothing. so_far: more will
+    follow, for which a file is rewritten and stdout is not written yet. Raises OSError."""
     text = json.dumps(content, indent=2) + "\n"
     if path == STDOUT:
         if not so_far:

@@ -1,4 +1,4 @@
-"""`data` and `db`: what is recorded of requests, to take a copy of it or to erase it, without loading any model."""
+"""`data` and `db`: export or erase recorded requests, without loading a model."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from service.core import Generation
     from service.store.stores import Stores
 
-data = typer.Typer(help="What is recorded of requests: copy it, or erase it.", no_args_is_help=True)
+data = typer.Typer(help="Recorded requests: export or erase them.", no_args_is_help=True)
 db = typer.Typer(help="The database.", no_args_is_help=True)
 
 Ids = Annotated[list[str] | None, typer.Option("--id", help="The generation of this answer; may be repeated.")]
-ApiKey = Annotated[str | None, typer.Option("--api-key", help="What was asked with the key of this name.")]
-Client = Annotated[str | None, typer.Option("--client", help="The generations of this client.")]
-Domain = Annotated[str | None, typer.Option("--domain", help="The generations of this domain.")]
-Before = Annotated[datetime | None, typer.Option("--before", help="What was recorded before this moment (local time).")]
+ApiKey = Annotated[str | None, typer.Option("--api-key", help="Generations requested with the key of this name.")]
+Client = Annotated[str | None, typer.Option("--client", help="Generations of this client.")]
+Domain = Annotated[str | None, typer.Option("--domain", help="Generations of this domain.")]
+Before = Annotated[datetime | None, typer.Option("--before", help="Generations recorded before this local time.")]
 Everything = Annotated[bool, typer.Option("--everything", help="The whole log.")]
 RETIRED = ", and retire every adapter that learnt an erased text"
 PAGE = 200
@@ -41,7 +41,7 @@ PAGE = 200
 
 @data.command()
 def export(
-    to: Annotated[Path, typer.Option("--out", help="File to write, for its owner alone; -: standard output.")],
+    to: Annotated[Path, typer.Option("--out", help="Output file, readable only by its owner; -: standard output.")],
     config: Config = None,
     id: Ids = None,
     api_key: ApiKey = None,
@@ -50,8 +50,8 @@ def export(
     before: Before = None,
     everything: Everything = False,
 ) -> None:
-    """Write recorded generations that match all that is said as JSON lines, oldest first: prompt and answer as text and as
-    tokens, tags, sampling, and failure cases. Text is decoded by the target's tokenizer, where that is on this disk."""
+    """Export recorded generations that match all criteria as JSON lines, oldest first: prompt and answer as text and as
+    tokens, tags, sampling, and failure cases. Text is decoded with the target's tokenizer if it is on this disk."""
     from service.cli.case_text import TextReader
     from service.store.stores import open_stores
 
@@ -62,7 +62,7 @@ def export(
         try:
             reader = TextReader(settings)
         except RedraftError as error:
-            # The tokens are there without it.
+            # Without text, the tokens can still be exported.
             err.print(str(error), highlight=False, soft_wrap=True)
             reader = None
         names = stores.generations.names(selection)
@@ -93,19 +93,20 @@ def erase_data(
     yes: Yes = False,
     url: Url = LOCAL,
 ) -> None:
-    """Delete recorded generations with their cases: all but the newest (--keep), or those that match all that is said. These
-    are erased from every other place that keeps texts too, by the server at --url where one serves from this database. With
-    the --url of another machine its server erases what it has recorded, and nothing here is touched."""
+    """Delete recorded generations and their failure cases: all except the newest (--keep), or those that match all
+    criteria. The latter are also erased from every other place that stores text, by the server at --url if one is
+    serving from this database. If --url is on another machine, that server erases its records, and nothing is deleted
+    here."""
     from service.store.stores import open_stores
 
     chosen = bool(id or api_key or client or domain or before)
     if (keep is not None) + chosen + everything != 1:
-        raise typer.BadParameter("say one of --keep N, --id/--api-key/--client/--domain/--before, --everything")
+        raise typer.BadParameter("give one of --keep N, --id/--api-key/--client/--domain/--before, --everything")
     settings = settings_from(config)
     selection = _selection(id, api_key, client, domain, before, everything) if keep is None else None
     if not is_local(url):
         if selection is None:
-            raise typer.BadParameter("counts in the database of this machine: leave --url away", param_hint="--keep")
+            raise typer.BadParameter("refers to this machine's database: leave out --url", param_hint="--keep")
         require_consent(f"erase {_in_words(selection)} at {url}{RETIRED if retire_adapters else ''}?", yes)
         _show_erased(ask(url, "DELETE", "/generations", selection.given() | {"retire_adapters": retire_adapters}))
         return
@@ -137,7 +138,7 @@ def _what_goes(stores: Stores, selection: Selection, *, retire_adapters: bool) -
 
 
 def _in_words(selection: Selection) -> str:
-    """Which generations are selected."""
+    """Describes the selected generations."""
     given = {name: value for name, value in selection.given().items() if name != "everything"}
     texts = [f"{name} {', '.join(value) if isinstance(value, list) else value}" for name, value in given.items()]
     return f"the recorded generations of {', '.join(texts)}" if texts else "all that is recorded"
@@ -153,8 +154,8 @@ def _show_erased(erased: dict[str, Any]) -> None:
 def _erase(
     stores: Stores, settings: Settings, selection: Selection, *, retire_adapters: bool, url: str
 ) -> dict[str, Any]:
-    """core.Erased as an object. Where nobody serves from an SQLite database, no server can start on it meanwhile, as long as a
-    lease of 25 s lasts."""
+    """core.Erased as a JSON object. If no server is serving from an SQLite database, none can start on it for the
+    duration of the erasure, at most a lease of 25 s."""
     from service.app import erase
     from service.store.processes.members import Members, Role
 
@@ -181,7 +182,7 @@ def _selection(
     from service.api.compatible import client_tag
 
     if bool(ids or api_key or client or domain or before) is everything:
-        raise typer.BadParameter("say some of --id/--api-key/--client/--domain/--before, or --everything")
+        raise typer.BadParameter("give one or more of --id/--api-key/--client/--domain/--before, or --everything")
     return Selection(
         ids=frozenset(ids) if ids else None,
         api_key=api_key or None,
@@ -197,7 +198,7 @@ def _opened(to: Path) -> Generator[TextIO]:
     if to == STDOUT:
         yield sys.stdout
         return
-    # Texts of clients: for the owner's eyes, also where the file was there before.
+    # Contains clients' text: readable only by the owner, even if the file already existed.
     with os.fdopen(os.open(to, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
         os.fchmod(file.fileno(), 0o600)
         yield file
@@ -223,7 +224,7 @@ def _line(found: Generation, reader: TextReader | None) -> dict[str, Any]:
 
 @db.command("upgrade")
 def upgrade_database(config: Config = None) -> None:
-    """Create the database, or bring it to this version's revision."""
+    """Create the database, or upgrade it to this version's revision."""
     from service.store.database import revision, upgrade
 
     url = settings_from(config).database_url

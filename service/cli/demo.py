@@ -26,16 +26,16 @@ def demo(
     full: Annotated[
         bool, typer.Option("--full", help="More traffic, a longer run, more held-out prompts: 10 minutes or more.")
     ] = False,
-    prompts: Annotated[Path | None, typer.Option(help="Traffic of your own, as JSON lines.")] = None,
-    png: Annotated[Path, typer.Option(help="Where to draw the result.")] = Path("redraft-demo.png"),
-    keep: Annotated[Path | None, typer.Option(help="Leave the server's log, database and adapters here.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="Your own traffic, as JSON lines.")] = None,
+    png: Annotated[Path, typer.Option(help="File for the chart.")] = Path("redraft-demo.png"),
+    keep: Annotated[Path | None, typer.Option(help="Keep the server's log, database and adapters here.")] = None,
     config: Config = None,
     json: Json = None,
 ) -> None:
     """Show the whole loop on a real server: traffic, failures logged, draft retrained, proven, swapped in live.
 
-    Measures this machine first, then says how long it takes: about 4 minutes, more on a slow machine. Exits with 1 when an
-    answer differs from what the target alone says, when a request failed, or when no adapter was promoted.
+    Measures this machine first and then prints the expected duration: about 4 minutes, more on a slow machine. Exits
+    with 1 if an answer differs from the target's own, a request failed, or no adapter was promoted.
     """
     from service.evaluation import demo as evaluation
     from service.evaluation.demo_plan import FULL, QUICK

@@ -33,8 +33,8 @@ def make_draft(
     layers: Annotated[
         str | None,
         typer.Option(
-            help="The target's layers to keep or, for eagle, to read, by index, negative ones from the end; else 0,1,-2,-1, or "
-            "the second, the middle one and the fourth from last."
+            help="Indices of the target's layers to keep or, for eagle, to read; negative ones count from the end. Default: "
+            "0,1,-2,-1 or, for eagle, the second, the middle and the fourth from last."
         ),
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of training text the target writes.")] = 2_000_000,
@@ -50,32 +50,34 @@ def make_draft(
         int, typer.Option(min=0, help="Tokens the draft may propose, the most frequent ones; 0: all.")
     ] = 8192,
     general: Annotated[int, typer.Option(min=0, help="Greedy exchanges written for the replay set.")] = 0,
-    start: Annotated[str | None, typer.Option(help="A draft to go on from: catalogue name or folder.")] = None,
+    start: Annotated[str | None, typer.Option(help="Continue from this draft: catalogue name or folder.")] = None,
     text: Annotated[
         Path | None,
         typer.Option(
-            help="Keep the text in this .npz file, or reuse what is there; or a folder of practice text in the home folder."
+            help="Save the text in this .npz file, or reuse the file; or a folder of practice text in the home folder."
         ),
     ] = None,
     greedy: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of texts whose answers are greedy.")] = 0.25,
     openings: Annotated[
-        Path | None, typer.Option(help="Lines that user turns begin with; an empty one: the target begins by itself.")
+        Path | None, typer.Option(help="File with openings of user turns, one per line; an empty line: no opening.")
     ] = None,
-    turn: Annotated[int | None, typer.Option(min=1, help="End a turn after so many tokens.")] = None,
+    turn: Annotated[int | None, typer.Option(min=1, help="Maximum tokens of a turn.")] = None,
     blend: Annotated[
         bool,
-        typer.Option("--blend", help="Learn from KL and total variation together, for a draft that is good already."),
+        typer.Option("--blend", help="Train on KL and total variation together, for a draft that is already good."),
     ] = False,
     package: Annotated[
         Path | None,
-        typer.Option(help="Also write its own weights alone and the replay set, as they ship with a package."),
+        typer.Option(
+            help="Also write the draft's own weights and the replay set separately, as shipped with a package."
+        ),
     ] = None,
     config: Config = None,
     json: Json = None,
 ) -> None:
-    """Make a draft for any target: from some of its layers or as a head on it, which learns from text the target writes.
+    """Make a draft for any target, from some of its layers or as an EAGLE head, trained on text that the target writes.
 
-    Under mlx.launch the processes share the work.
+    Under mlx.launch, the processes share the work.
     """
     from service.learning.make import draft
     from service.learning.ranks import Ranks

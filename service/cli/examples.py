@@ -1,4 +1,4 @@
-"""Examples of every command, which `--help` shows at its end."""
+"""Examples for every command, shown at the end of its `--help`."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
 
 
 def add_examples(app: typer.Typer, group: str = "") -> None:
-    """Give every command of `app` its examples as the end of its help."""
+    """Appends the examples to the help of every command of `app`."""
     for command in app.registered_commands:
         assert command.callback is not None
         name = command.name or command.callback.__name__.strip("_")

@@ -1,4 +1,4 @@
-"""`keys`: who may call a server."""
+"""`keys`: API keys of a server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from service.store.stores import Stores
 
 keys = typer.Typer(
-    help="API keys. Once there is one, every request to a server of this database needs one; servers follow in a second.",
+    help="API keys. Once one exists, every request to a server of this database needs a key; servers follow within a second.",
     no_args_is_help=True,
 )
 
@@ -32,15 +32,15 @@ class Role(StrEnum):
 
 @keys.command()
 def create(
-    name: Annotated[str, typer.Argument(help="Whose key it is: letters, digits, dots, dashes, underscores.")],
+    name: Annotated[str, typer.Argument(help="Name of the key: letters, digits, dots, dashes, underscores.")],
     role: Annotated[
         Role,
-        typer.Option(help="client: generate. operator: also train, switch adapters, read and erase what is recorded."),
+        typer.Option(help="client: generate. operator: also train, switch adapters, read and erase recorded text."),
     ] = Role.CLIENT,
     config: Config = None,
     database: Database = None,
 ) -> None:
-    """Make a key and print it, this once: the database holds its hash alone."""
+    """Create a key and print it. It is shown only once: the database stores just its hash."""
     stores = _open(config, database, create=True)
     try:
         secret = stores.keys.create(name, Access[role.upper()])
@@ -52,7 +52,7 @@ def create(
 
 @keys.command("list")
 def list_keys(config: Config = None, database: Database = None, json: Json = None) -> None:
-    """Every key by its name, revoked ones too."""
+    """List all keys by name, including revoked ones."""
     stores = _open(config, database)
     try:
         found = stores.keys.all()
@@ -74,8 +74,8 @@ def list_keys(config: Config = None, database: Database = None, json: Json = Non
 
 @keys.command()
 def revoke(name: str, yes: Yes = False, config: Config = None, database: Database = None) -> None:
-    """End a key, and the sessions of the page that were opened with it. Its name is not used again, and servers go on
-    asking for a key when none is left."""
+    """Revoke a key and end the page sessions opened with it. Its name cannot be reused, and servers keep requiring a
+    key when none is left."""
     stores = _open(config, database)
     try:
         open_ones = [key for key in stores.keys.all() if key.name == name and key.revoked_at is None]

@@ -1,4 +1,4 @@
-"""The models that a command works with, found or made first (progress goes to stderr), and those that are on this disk."""
+"""The models that a command works with, found or made first (progress on stderr), and the models on this disk."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelRow:
-    """A model as `models list` shows it. origin: where it is from. size: bytes on disk, None where it is not there. memory:
-    bytes of its weights once loaded here, None where that is not known. draft: the one it gets where none is named, "" where
-    there is none or it is one. problem: why it cannot be served, as far as its files say without being loaded."""
+    """A model in `models list`. origin: its source. size: bytes on disk, None if it is not there. memory: bytes of its
+    weights once loaded here, None if unknown. draft: the one used if none is named, "" if there is none or it is a
+    draft itself. problem: why it cannot be served, as far as its files show without loading."""
 
     name: str
     origin: str
@@ -60,7 +60,7 @@ def model_rows(home: Path) -> list[ModelRow]:
             memory = bytes_in_memory(folder, widen=widen)
             found = [] if model.is_draft else choices(model.name, folder, home)
         except ModelError as error:
-            # Of one model: the others are listed as they are.
+            # Affects this model only: the others are listed as usual.
             rows.append(ModelRow(model.name, model.origin, model.size, None, "", str(error)))
         else:
             rows.append(ModelRow(model.name, model.origin, model.size, memory, found[0].name if found else ""))
@@ -68,15 +68,15 @@ def model_rows(home: Path) -> list[ModelRow]:
 
 
 def target_at_hand(settings: Settings) -> Path | None:
-    """The target's folder, at the revision of the settings; None where it is not on this disk."""
+    """The target's folder at the configured revision; None if it is not on this disk."""
     from service.models.machine import folder_at_hand
 
     return folder_at_hand(settings.models.target, settings.home, settings.models.revision)
 
 
 def draft_of(settings: Settings) -> tuple[str | None, str]:
-    """The draft that these settings serve with, None for none or for one that has to be fetched first; and how it is chosen, in
-    words. Fetches nothing."""
+    """The draft these settings serve with, None if there is none or it must be downloaded first; and a description of
+    the choice. Downloads nothing."""
     from service.models.draft_choice import choices
     from service.models.machine import folder_at_hand
     from service.models.model_files import check_files
@@ -106,7 +106,7 @@ def draft_of(settings: Settings) -> tuple[str | None, str]:
 
 
 def may_have_draft(settings: Settings) -> bool:
-    """Whether a draft is named or there is one to look for. Fetches nothing."""
+    """Whether a draft is named or can be looked for. Downloads nothing."""
     from service.models.draft_choice import choices
 
     named, target, home = settings.models.draft, settings.models.target, settings.home
@@ -119,8 +119,8 @@ def may_have_draft(settings: Settings) -> bool:
 
 
 def require_unneeded(model: StoredModel, settings: Settings) -> None:
-    """Raises Conflict while an adapter is active that was trained for this model as a draft; StoreError where the database
-    cannot be asked."""
+    """Raises Conflict while an adapter is active that was trained for this model as its draft; StoreError if the
+    database is unavailable."""
     from service.models.fingerprint import model_fingerprint
     from service.store.backends.backend import sqlite_path
     from service.store.stores import open_stores
@@ -134,7 +134,7 @@ def require_unneeded(model: StoredModel, settings: Settings) -> None:
         for ref in stores.adapters.all():
             if ref.state is AdapterState.ACTIVE and ref.draft in drafts:
                 raise Conflict(
-                    f"adapter {ref.id} serves with {model.name} as its draft: it would be of no use without it "
+                    f"adapter {ref.id} serves with {model.name} as its draft and needs it "
                     "(`redraft adapters activate bare` at a server of that pair, or --force)"
                 )
     finally:
@@ -142,14 +142,14 @@ def require_unneeded(model: StoredModel, settings: Settings) -> None:
 
 
 def active_adapter(stores: Stores, target: Path, draft: Path) -> AdapterRef | None:
-    """The adapter that serves a pair; None: none does. Raises StoreError."""
+    """The adapter that serves a pair, or None. Raises StoreError."""
     from service.models.fingerprint import model_fingerprint
 
     return stores.adapters.active(model_fingerprint(target), model_fingerprint(draft))
 
 
 def model_folders(settings: Settings) -> Folders:
-    """Folders of target, draft and general replay set; makes or fetches what is missing. Raises ModelError."""
+    """Folders of target, draft and general replay set; makes or downloads what is missing. Raises ModelError."""
     from service.app import resolve_models
 
     check_models(settings)

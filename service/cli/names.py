@@ -1,4 +1,4 @@
-"""Checks the names of models before anything is made or opened for them, and suggests what was meant."""
+"""Checks model names before anything is made or opened for them, and suggests similar names."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from service.core import ModelError
 from service.settings import Settings
 
 LIKENESS = 0.7
-"""How like a name has to be to be suggested (difflib's ratio)."""
+"""Minimum similarity of a suggested name (difflib's ratio)."""
 HUB_SECONDS = 10.0
 """Longest wait for the hub's answer about a name."""
 PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)")
 """The address of a model's page on the hub."""
 CONVERSIONS = "mlx-community"
-"""The organisation of the hub whose conversions run here as they are."""
+"""The hub organisation whose conversions run here unchanged."""
 
 
 def check_models(settings: Settings) -> None:
-    """Raises ModelError where the target or the draft of these settings cannot be had: neither is fetched or converted."""
+    """Raises ModelError if the target or draft of these settings is unavailable. Downloads and converts nothing."""
     models = settings.models
     check_model(models.target, settings.home, models.revision)
     if models.draft not in {None, "none"}:
@@ -28,14 +28,14 @@ def check_models(settings: Settings) -> None:
 
 
 def check_model(name: str, home: Path, revision: str | None = None) -> None:
-    """Raises ModelError where `catalog.resolve` would refuse a name, without what that makes; the hub is asked only about a
-    model that is not in its cache."""
+    """Raises ModelError if `catalog.resolve` would refuse a name, without its side effects. The hub is only asked about
+    models that are not in its cache."""
     from service.models.catalog import cached, entries, hub_name, unavailable
 
     is_folder = Path(name).expanduser().is_dir()
     if name.casefold().endswith(".gguf") and not is_folder:
         raise ModelError(
-            f"{name} is a GGUF file, and those are not served: name the folder or the hub name of an MLX model"
+            f"{name} is a GGUF file, which is not supported: give the folder or the hub name of an MLX model"
         )
     on_hub = hub_name(name) is not None
     problem = unavailable(name, home, revision=revision)
@@ -51,7 +51,7 @@ def check_model(name: str, home: Path, revision: str | None = None) -> None:
 
 
 def _hub_problem(name: str, revision: str | None) -> str | None:
-    """Why the hub does not hand out a model; None where it does."""
+    """Why the hub does not provide a model, or None."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
 
@@ -63,7 +63,7 @@ def _hub_problem(name: str, revision: str | None) -> str | None:
     except RepositoryNotFoundError:
         return f"no model {name}: neither a folder nor on the hub, where private ones need `hf auth login`"
     except OfflineModeIsEnabled:
-        return f"{name}{at} is not on this disk, and HF_HUB_OFFLINE keeps it from being fetched"
+        return f"{name}{at} is not on this disk, and HF_HUB_OFFLINE prevents downloading it"
     except Exception as error:  # noqa: BLE001  (the hub's client raises what its HTTP library raises, which changes)
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return f"{name}{at} cannot be had from the hub ({lines[0]}): check the name and the connection, or pass a local folder"
@@ -71,14 +71,13 @@ def _hub_problem(name: str, revision: str | None) -> str | None:
 
 
 def _suggestion(name: str, home: Path) -> str:
-    """What may have been meant, as the end of a sentence; "" where nothing is like it."""
+    """A suggestion as the end of a sentence; "" if no name is similar."""
     found = near_names(name, home)
     return f"; did you mean {' or '.join(found)}?" if found else ""
 
 
 def near_names(name: str, home: Path) -> list[str]:
-    """Names that are like one that names no model, the likeliest first: models on this disk, of the catalogue, and of families
-    that are known."""
+    """Names similar to an unknown one, most similar first: models on this disk, in the catalogue, and of known families."""
     from service.models.catalog import entries
     from service.models.draft_choice import FAMILIES
     from service.models.inventory import stored_models

@@ -1,4 +1,4 @@
-"""`train`, `practice` and `adapters`: requests of an operator to a running server, over HTTP, and to the log."""
+"""`train`, `practice` and `adapters`: operator requests to a running server over HTTP, and reads of the log."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def call(
     home: Path | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> httpx.Response:
-    """One call to a server, with the key in REDRAFT_API_KEY. Without one, a server on this machine gets the token of the folder
-    `home`. Returns any answer. Raises Unavailable where none comes."""
+    """One call to a server, with the key in REDRAFT_API_KEY. Without a key, a server on this machine gets the token in
+    the folder `home`. Returns any response. Raises Unavailable if there is none."""
     local = is_local(url)
     sent_headers = dict(headers or {})
     if key := os.environ.get(API_KEY) or (_token(home) if home is not None and local else None):
         sent_headers["Authorization"] = f"Bearer {key}"
-    # This machine is not reached through a proxy, which would read the token and mark the request as forwarded.
+    # Local calls bypass proxies, which would see the token and mark the request as forwarded.
     direct = {"http://": None, "https://": None} if local else None
     try:
         with httpx.Client(mounts=direct, timeout=120.0) as client:
@@ -76,7 +76,7 @@ def _token(home: Path) -> str | None:
 
 
 def is_local(url: str) -> bool:
-    """Whether a URL is of a loopback address."""
+    """Whether a URL has a loopback address."""
     try:
         host = httpx.URL(url).host
         return host in LOOPBACK or ip_address(host).is_loopback
@@ -93,8 +93,8 @@ def ask(
     home: Path | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """One call to the server's API, as `call` makes it. Raises RedraftError with the server's own message, Unavailable where
-    none answers."""
+    """One call to the server's API through `call`. Raises RedraftError with the server's message, Unavailable if no
+    server answers."""
     answer = call(url, method, path, sent, home=home, headers=headers)
     try:
         body = answer.json()
@@ -109,7 +109,7 @@ def ask(
 
 
 def read(url: str, path: str, shape: type[Shape], *, home: Path | None = None) -> Shape:
-    """What a server answers to GET, as `ask` does, in its shape. Raises Unavailable where the answer has another one."""
+    """The response to a GET request through `ask`, parsed as `shape`. Raises Unavailable if it has another shape."""
     body = ask(url, "GET", path, home=home)
     try:
         return shape.model_validate(body)
@@ -118,29 +118,28 @@ def read(url: str, path: str, shape: type[Shape], *, home: Path | None = None) -
 
 
 def train(url: Url = LOCAL, wait: Annotated[bool, typer.Option(help="Follow the run to its end.")] = True) -> None:
-    """Force one training run on a running server.
+    """Start a training run on a running server.
 
-    Exits with 0 when the run ended as promoted or rejected (the gate's verdict, either way), with 1 when it ended without one.
-    With --no-wait: with 0 when it was started.
+    Exits with 0 if the run was promoted or rejected (the gate's verdict, either way), with 1 if it ended without a
+    verdict. With --no-wait: with 0 once it is started.
     """
     _follow(url, "/train", wait)
 
 
 def practice(
-    minutes: Annotated[float, typer.Option(min=0.1, help="For writing and training together.")] = 15.0,
+    minutes: Annotated[float, typer.Option(min=0.1, help="Minutes for writing and training together.")] = 15.0,
     url: Url = LOCAL,
     wait: Annotated[bool, typer.Option(help="Follow the run to its end.")] = True,
     by_itself: Annotated[
         bool | None,
-        typer.Option(
-            "--on/--off", help="Start no run now: from now on runs of practice start by themselves, or none does."
-        ),
+        typer.Option("--on/--off", help="Start no run now; turn automatic practice runs on or off."),
     ] = None,
 ) -> None:
-    """Let the target of a running server write text like what was logged, and train the draft on it.
+    """Let the target of a running server write text similar to logged traffic, and train the draft on it.
 
-    It pauses while requests are answered. Exits as `train` does. With --on or --off the server remembers, after a restart too,
-    whether practice starts by itself while nothing is asked; where its configuration sets training.practice, that is refused.
+    The run pauses while requests are answered. Exits like `train`. With --on or --off, the server remembers, also
+    across restarts, whether practice starts automatically while it is idle; this is refused if its configuration sets
+    training.practice.
     """
     if by_itself is not None:
         now = ask(url, "PUT", "/practice", {"on": by_itself})
@@ -150,7 +149,7 @@ def practice(
 
 
 def practice_text(state: dict[str, Any]) -> str:
-    """Whether practice starts by itself, in words."""
+    """Describes whether practice starts automatically."""
     text = "on" if state["on"] else "off"
     return f"{text}, waits: {state['waits']}" if state["waits"] else text
 
@@ -175,8 +174,8 @@ def _follow(url: str, path: str, wait: bool) -> None:
 
 @adapters.command("list")
 def list_adapters(url: Remote = None, config: Config = None, json: Json = None) -> None:
-    """Every adapter version, newest first, with the pair that it serves: how the fingerprints of target and draft begin; of
-    this machine's database also the folders."""
+    """List all adapter versions, newest first, with the start of their pair's fingerprints (target and draft); for this
+    machine's database also the folders."""
     from service.api.schemas import AdapterAnswer, AdaptersAnswer
     from service.store.stores import open_stores
 
@@ -206,7 +205,7 @@ def list_adapters(url: Remote = None, config: Config = None, json: Json = None) 
 @adapters.command()
 def activate(
     adapter: Annotated[
-        int, typer.Argument(parser=adapter_version, metavar=VERSION, help="A version, or the bare draft.")
+        int, typer.Argument(parser=adapter_version, metavar=VERSION, help="A version, or `bare` for the base draft.")
     ],
     url: Url = LOCAL,
 ) -> None:
@@ -217,12 +216,12 @@ def activate(
 @adapters.command()
 def remove(
     adapter: Annotated[
-        int, typer.Argument(parser=adapter_version, metavar=VERSION, help="A version that does not serve.")
+        int, typer.Argument(parser=adapter_version, metavar=VERSION, help="A version that is not serving.")
     ],
     yes: Yes = False,
     url: Url = LOCAL,
 ) -> None:
-    """Delete the files of an adapter version. It cannot serve any more; its run and verdict stay on record."""
+    """Delete the files of an adapter version. It can no longer serve; its run and verdict stay on record."""
     for known in ask(url, "GET", "/adapters")["adapters"]:
         if known["id"] == adapter:
             about = f"{known['state']}, of run {known['run']}, made {known['created_at'][:16].replace('T', ' ')}"
@@ -241,12 +240,12 @@ def rollback(
         typer.Option(
             parser=adapter_version,
             metavar=VERSION,
-            help="The version to roll back: nothing happens when another one serves.",
+            help="Only roll back if this version is serving.",
         ),
     ] = None,
 ) -> None:
-    """Switch a running server back to the active adapter's parent. Counts as a lost watch: what the adapter learnt from is
-    quarantined, and the next run waits."""
+    """Switch a running server back to the active adapter's parent. This counts as a lost watch: the texts the adapter
+    learnt from are quarantined, and the next run waits."""
     _show_switch(ask(url, "POST", "/adapters/rollback" + ("" if expected is None else f"?expected={expected}")))
 
 
@@ -259,10 +258,10 @@ def _show_switch(answer: dict[str, Any]) -> None:
 def export(
     adapter: int,
     folder: Annotated[Path, typer.Argument(help="Folder to write; must not exist.")],
-    fuse: Annotated[bool, typer.Option("--fuse", help="Write a whole draft model with the adapter folded in.")] = False,
+    fuse: Annotated[bool, typer.Option("--fuse", help="Write a complete draft model with the adapter merged.")] = False,
     config: Config = None,
 ) -> None:
-    """Write an adapter for mlx-lm: for `--adapter-path`, or with --fuse for `--draft-model`."""
+    """Export an adapter for mlx-lm: for `--adapter-path`, or with --fuse for `--draft-model`."""
     from service.learning.export import export_adapter, export_fused
     from service.models.pair import mlx_lm_runs
     from service.store.stores import open_stores
@@ -290,18 +289,18 @@ def export(
 @adapters.command()
 def push(
     repo: Annotated[
-        str, typer.Argument(help="Repository on the Hugging Face hub, ORG/NAME; made where there is none.")
+        str, typer.Argument(help="Repository on the Hugging Face hub, ORG/NAME; created if it does not exist.")
     ],
     adapter: Annotated[int | None, typer.Option(min=1, help="Version; by default the active one.")] = None,
     base_model: Annotated[
         str | None,
-        typer.Option(help="The name on the hub of the adapter's draft; by default models.draft, where it is that."),
+        typer.Option(help="Hub name of the adapter's draft; by default models.draft, if that is a hub name."),
     ] = None,
-    public: Annotated[bool, typer.Option("--public", help="Let everybody see it.")] = False,
+    public: Annotated[bool, typer.Option("--public", help="Make the repository public.")] = False,
     config: Config = None,
 ) -> None:
-    """Upload an adapter with a model card to the hub, as whom `hf auth login` or HF_TOKEN says. It was trained on recorded
-    requests and may reveal what they were about: the repository is private unless --public is given."""
+    """Upload an adapter with a model card to the hub, with the account of `hf auth login` or HF_TOKEN. It was trained
+    on recorded requests and may reveal what they were about: the repository is private unless --public is given."""
     import tempfile
 
     from service.learning import hub
@@ -336,8 +335,8 @@ def push(
 
 
 def _require_own_draft(ref: AdapterRef, settings: Settings) -> None:
-    """Raises AdapterRefused unless the settings name the draft that an adapter was trained for, BadRequest where that one is
-    not on this disk to be compared."""
+    """Raises AdapterRefused unless the settings name the draft that an adapter was trained for, BadRequest if that
+    draft is not on this disk for comparison."""
     from service.models.fingerprint import model_fingerprint
     from service.models.machine import folder_at_hand
 

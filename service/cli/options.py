@@ -24,7 +24,9 @@ Target = Annotated[
 Draft = Annotated[
     str | None,
     typer.Option(
-        "--draft", "--draft-model", help='Draft model, or "none" for no speculation; by default one is looked for.'
+        "--draft",
+        "--draft-model",
+        help='Draft model, or "none" for no speculation; by default a matching one is looked for.',
     ),
 ]
 Database = Annotated[
@@ -36,54 +38,56 @@ Json = Annotated[
     typer.Option(
         "--json",
         callback=only_json,
-        help="Also write the result to this file as JSON; -: to standard output, and nothing else there.",
+        help="Also write the result to this file as JSON; -: write only JSON, to standard output.",
     ),
 ]
 Prompts = Annotated[Path, typer.Option(help="JSON lines with id, domain, prompt.")]
-MaxTokens = Annotated[int, typer.Option(min=1, help="Output tokens of one prompt, at most.")]
-Markdown = Annotated[Path | None, typer.Option("--markdown", help="Also put the result into this document.")]
-Url = Annotated[str, typer.Option("--url", help="Where the server is.", envvar="REDRAFT_URL")]
+MaxTokens = Annotated[int, typer.Option(min=1, help="Maximum output tokens per prompt.")]
+Markdown = Annotated[Path | None, typer.Option("--markdown", help="Also insert the result into this document.")]
+Url = Annotated[str, typer.Option("--url", help="URL of the server.", envvar="REDRAFT_URL")]
 Remote = Annotated[
     str | None,
     typer.Option(
-        "--url", help="Ask the server there; by default the database of these settings is read.", envvar="REDRAFT_URL"
+        "--url",
+        help="Ask the server at this URL; by default, read the database of these settings.",
+        envvar="REDRAFT_URL",
     ),
 ]
 API_KEY = "REDRAFT_API_KEY"
-"""In the environment: the key that `serve` asks clients for, and that commands send to a server."""
+"""Environment variable with the key that `serve` accepts from clients and that commands send to a server."""
 FORMER_API_KEY = "REDRAFT_SERVER__API_KEY"
 LOCAL = "http://127.0.0.1:8321"
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask. Without a terminal nothing is deleted otherwise.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask. Required for deletion without a terminal.")]
 BARE = "bare"
-"""What commands call the bare draft, where they take or show adapter versions."""
+"""The base draft in arguments and output of commands about adapter versions."""
 VERSION = "VERSION|bare"
-"""How help shows an option that takes one."""
+"""How help shows a parameter that takes an adapter version."""
 
 
 def given_flags(**flags: object) -> dict[str, object]:
-    """The flags that were given, by the settings' dotted names; a flag's name has its dot written as two underscores."""
+    """The given flags, by the settings' dotted names; in a flag's name the dot is written as two underscores."""
     return {name.replace("__", "."): value for name, value in flags.items() if value is not None}
 
 
 def settings_from(config: Path | None, **flags: object) -> Settings:
-    """Settings with the flags that were given, which are named as `given_flags` takes them."""
+    """Settings with the given flags, named as in `given_flags`."""
     return load_settings(config, given_flags(**flags))
 
 
 def one_target(model: str | None, target: str | None) -> str | None:
-    """The target that a command line names, as its argument or as --target; None: neither. Raises typer.BadParameter where
-    they name two."""
+    """The target named on a command line, as the argument or as --target; None: neither. Raises typer.BadParameter if
+    both differ."""
     if None not in (model, target) and model != target:
         raise typer.BadParameter(f"two models are named, {model} and {target} (--target)", param_hint="MODEL")
     return target if model is None else model
 
 
 def adapter_version(text: str) -> int:
-    """The id of an adapter version; `bare` (or 0): the bare draft. Raises typer.BadParameter."""
+    """The id of an adapter version; `bare` or 0 is the base draft. Raises typer.BadParameter."""
     if text == BARE:
         return BARE_DRAFT
     if not text.isascii() or not text.isdigit():
-        raise typer.BadParameter(f"{text!r} is no version: a number, or {BARE} for the bare draft")
+        raise typer.BadParameter(f"{text!r} is not a version: give a number, or {BARE} for the base draft")
     return int(text)
 
 
@@ -93,7 +97,7 @@ def adapter_name(version: int) -> str:
 
 
 def again(context: typer.Context) -> str:
-    """The command line that measures this again: options as given, files by their names alone, without where results go."""
+    """The command line that repeats this measurement: the given options, files by name only, without output files."""
     group = context.parent.info_name if context.parent is not None else None
     words = ["redraft", group or "", context.info_name or ""]
     for parameter in context.command.params:

@@ -1,4 +1,4 @@
-"""What `serve` asks at a terminal once it listens: whether the target may practice by itself."""
+"""The question that `serve` asks at a terminal after start-up: whether the target may practice automatically."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from service.settings import Settings
 
 
 def tolerate_background() -> None:
-    """Let a process that is moved to the background while the question is open go on: reading fails then, where it would stop
-    the whole server. On the main thread."""
+    """Lets a process continue that is moved to the background while the question is open: reading then fails instead of
+    stopping the whole server. On the main thread."""
     signal.signal(signal.SIGTTIN, signal.SIG_IGN)
 
 
 def ask_aside(settings: Settings, choose: Callable[[bool], object]) -> None:
-    """Ask on a thread of its own, which ends with the process: requests are served meanwhile."""
+    """Asks on a separate daemon thread, so that requests are served in the meantime."""
     if at_terminal() and is_open(settings):
         threading.Thread(
             target=ask_about_practice, args=(settings, choose), name="redraft-question", daemon=True
@@ -26,7 +26,7 @@ def ask_aside(settings: Settings, choose: Callable[[bool], object]) -> None:
 
 
 def is_open(settings: Settings) -> bool:
-    """Whether practice is possible, and neither the configuration nor an earlier answer says whether it starts by itself."""
+    """Whether practice is possible, and neither the configuration nor an earlier answer has decided about it."""
     from service.cli.models import may_have_draft
     from service.lifecycle.practice_choice import PracticeChoice
 
@@ -36,13 +36,13 @@ def is_open(settings: Settings) -> bool:
 
 
 def ask_about_practice(settings: Settings, choose: Callable[[bool], object]) -> None:
-    """Ask, and hand over the answer; without one nothing is chosen. choose: as core.Operator.choose_practice."""
+    """Asks, and passes on the answer; without one nothing is chosen. choose: as core.Operator.choose_practice."""
     training = settings.training
     where = ", never on battery" if training.pause_on_battery else ""
     out.print(
-        "While nothing is asked, the target can write text like what was logged, from which its draft learns: it uses the idle "
-        f"machine for {training.practice_minutes_per_day:g} minutes a day at most{where}, and writes "
-        f"{training.practice_gb:g} GB at most in {settings.home}.\n"
+        "While the server is idle, the target can write text similar to logged traffic, which its draft learns from. "
+        f"This uses the machine for at most {training.practice_minutes_per_day:g} minutes a day{where}, and at most "
+        f"{training.practice_gb:g} GB in {settings.home}.\n"
         "To change the answer later: the page, `redraft practice --on` or `--off`, or training.practice.",
         highlight=False,
     )

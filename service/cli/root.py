@@ -14,11 +14,11 @@ from service.cli.examples import add_examples
 from service.core import package_version
 
 FORMER = {"practise": "practice"}
-"""Commands by the names that they had."""
+"""Former names of commands."""
 
 
 class RootGroup(TyperGroup):
-    """The commands, which also answer to former names."""
+    """The commands, which can also be called by their former names."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """See click.Group."""

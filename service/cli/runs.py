@@ -1,4 +1,4 @@
-"""`runs`: training runs of the log, or of a server, without loading any model."""
+"""`runs`: training runs in the log or of a server, without loading a model."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ runs = typer.Typer(help="Training runs.", no_args_is_help=True)
 
 @runs.command("list")
 def list_runs(
-    limit: Annotated[int, typer.Option(min=1, help="How many, newest first.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number shown, newest first.")] = 20,
     before: Annotated[int | None, typer.Option(min=1, help="Only runs before this one.")] = None,
     url: Remote = None,
     config: Config = None,
     json: Json = None,
 ) -> None:
-    """Training runs, newest first."""
+    """List training runs, newest first."""
     from service.api.schemas import RunAnswer
     from service.store.stores import open_stores
 
@@ -51,7 +51,7 @@ def list_runs(
 
 
 def _latest(url: str, home: Path, limit: int, before: int | None) -> list[RunAnswer]:
-    """The newest runs of a server, which hands them out by the page."""
+    """The newest runs of a server, page by page."""
     from service.api.runs import MAX_RUNS
     from service.api.schemas import RunsAnswer
 
@@ -74,7 +74,7 @@ def show(
     config: Config = None,
     json: Json = None,
 ) -> None:
-    """One training run: its progress, and its verdict by domain."""
+    """Show one training run: its progress, and its verdict by domain."""
     from service.api.schemas import RunAnswer
     from service.store.stores import open_stores
 
@@ -105,8 +105,8 @@ def show(
 
 
 def outcome(run: RunAnswer) -> str:
-    """Why a run ended as it did: the gate's reason, or the error and that its texts were given back; empty while it goes
-    on."""
+    """The reason for a run's outcome: the gate's, or the error with the note that its texts can be used again; empty
+    while it runs."""
     if run.verdict is not None:
         return run.verdict.reason
     return "; ".join(filter(None, [run.error, GIVEN_BACK if run.texts_given_back else None]))

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-models = typer.Typer(help="Models: which are here, getting one, removing one.", no_args_is_help=True)
+models = typer.Typer(help="Models: list, download and remove them.", no_args_is_help=True)
 
 
 def serve(
@@ -57,7 +57,7 @@ def serve(
             "--alias",
             "--served-model-name",
             "-a",
-            help="The model's name in the API, in place of its own; may be repeated (server.model_aliases).",
+            help="A name of the model in the API, replacing its own; may be repeated (server.model_aliases).",
         ),
     ] = None,
     max_context: Annotated[
@@ -67,33 +67,35 @@ def serve(
             "--max-model-len",
             "--ctx-size",
             "-c",
-            help="Prompt and output tokens of one request together, at most; by default the model's own limit.",
+            help="Maximum prompt and output tokens of one request; by default the model's own limit.",
         ),
     ] = None,
-    num_draft_tokens: Annotated[int | None, typer.Option(help="Tokens drafted per round; 0: no speculation.")] = None,
+    num_draft_tokens: Annotated[int | None, typer.Option(help="Draft length per round; 0: no speculation.")] = None,
     database: Database = None,
     train: Annotated[
         bool,
-        typer.Option("--train/--no-train", help="Train here, or leave it to other processes of the same database."),
+        typer.Option("--train/--no-train", help="Train here, or leave it to other processes that share the database."),
     ] = True,
     record: Annotated[
         bool,
-        typer.Option("--record/--no-record", help="Record prompts and answers; without, nothing is learnt either."),
+        typer.Option(
+            "--record/--no-record", help="Record prompts and answers; without them, the draft does not learn."
+        ),
     ] = True,
     api_key: Annotated[
         str | None,
         typer.Option(
             envvar=API_KEY,
-            help="A client's key, besides those of `redraft keys`. The environment keeps it out of lists of processes.",
+            help="A client's key, in addition to those of `redraft keys`. The environment keeps it out of process lists.",
         ),
     ] = None,
     ssl_certfile: Annotated[Path | None, typer.Option(help="Certificate for HTTPS (PEM).")] = None,
     ssl_keyfile: Annotated[Path | None, typer.Option(help="Its key (PEM).")] = None,
     log_level: Annotated[
-        str | None, typer.Option(help="debug, info, warning or error; a request's line is of level info.")
+        str | None, typer.Option(help="debug, info, warning or error; request lines have level info.")
     ] = None,
 ) -> None:
-    """Serve a model over HTTP (OpenAI's, Anthropic's and Redraft's own routes), and keep improving its draft while doing so."""
+    """Serve a model over HTTP (OpenAI's, Anthropic's and Redraft's own routes), and improve its draft while serving."""
     from service.app import start_notices
     from service.server import run_server
 
@@ -123,12 +125,12 @@ def serve(
         tolerate_background()
 
     def ready(url: str, token: str | None, choose_practice: Callable[[bool], object]) -> None:
-        # What was loaded lives as long as the process. Each full collection would walk all of it, 0.1 s in which nobody's
-        # answer goes on.
+        # Loaded objects live as long as the process. Every full collection would walk all of them and stall all answers
+        # for 0.1 s.
         gc.collect()
         gc.freeze()
         say(f"redraft serves at {url}")
-        # At a terminal alone: what is written to a file or a log collector must not open what was recorded.
+        # Only at a terminal: a file or log collector must not receive access to recorded text.
         if token is not None and sys.stderr.isatty() and settings.server.log_format != "json":
             err.print(f"the page, with recorded texts: {url}/#token={token}", highlight=False, soft_wrap=True)
         ask_aside(settings, choose_practice)
@@ -137,7 +139,7 @@ def serve(
 
 
 def _key_notices() -> list[str]:
-    """What is said of a key in the environment, which may be there for the commands alone."""
+    """Notices about a key in the environment, which may be meant only for client commands."""
     notices: list[str] = []
     if os.environ.get(API_KEY):
         notices.append(f"{API_KEY} is set: requests need that key, or one of `redraft keys`")
@@ -152,9 +154,9 @@ def trainer(
     draft: Draft = None,
     database: Database = None,
 ) -> None:
-    """Train for the servers of a PostgreSQL database, on a machine of its own. Give it the settings of the servers: the same
-    pair, and the same folder of adapters (store.adapters), shared by all. Servers that are started with --no-train leave all
-    runs to it; others do so while it is there."""
+    """Train for the servers of a PostgreSQL database on a separate machine. Use the servers' settings: the same pair
+    and the same shared adapter folder (store.adapters). Servers started with --no-train leave all runs to the trainer;
+    others do so while it is running."""
     from service.trainer import run_trainer
 
     settings = settings_from(config, models__target=target, models__draft=draft, store__url=database)
@@ -164,7 +166,7 @@ def trainer(
 
 
 def _log(settings: Settings) -> Callable[[str], None]:
-    """Set up the log. Returns what says something to whoever started the command: where lines are of JSON, in such a line."""
+    """Sets up the log. Returns a function that prints notices for the user, as JSON lines if the log is JSON."""
     from service.logs import set_up
 
     set_up(settings.server.log_format, settings.server.log_level)
@@ -174,8 +176,9 @@ def _log(settings: Settings) -> Callable[[str], None]:
 
 
 def _exit(status: int) -> NoReturn:
-    # Everything is written and closed. MLX's CUDA back end aborts while the interpreter is taken down (MLX 0.32.4 on an H200:
-    # a clean stop ended with SIGABRT), which a process supervisor would take for a crash.
+    # Everything is written and closed. MLX's CUDA back end aborts while the interpreter shuts down (MLX 0.32.4 on an
+    # H200: a clean
+    # stop ended with SIGABRT), which a process supervisor would take for a crash.
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -190,21 +193,22 @@ def doctor(
     speed: Annotated[
         bool,
         typer.Option(
-            "--speed", help="Also load the models (made or fetched first) and time calls and rounds: a minute or more."
+            "--speed",
+            help="Also load the models (made or downloaded first) and time calls and rounds: a minute or more.",
         ),
     ] = False,
     memory: Annotated[
         str | None,
         typer.Option(
             "--memory",
-            help="Say instead what a Mac with so much memory (such as 16GiB) would get of these models, on this disk or not.",
+            help="Instead, show what a Mac with this much memory (such as 16GiB) gets with these models, on this disk or not.",
         ),
     ] = None,
     free: Annotated[
         str | None,
         typer.Option(
             "--free",
-            help="With --memory: what is free of it once the models are loaded; by default what macOS usually leaves.",
+            help="With --memory: free memory once the models are loaded; by default what macOS usually leaves.",
         ),
     ] = None,
     tflops: Annotated[
@@ -212,7 +216,7 @@ def doctor(
         typer.Option(
             "--tflops",
             min=0.01,
-            help="With --memory: the device's speed in large matrix products, from which the time of a training run follows.",
+            help="With --memory: the device's speed in large matrix products, which determines the time of a training run.",
         ),
     ] = 4.0,
     device: Annotated[
@@ -220,14 +224,14 @@ def doctor(
     ] = "metal",
     json: Json = None,
 ) -> None:
-    """Show device, precision, speed, versions, memory and disk, and what is wrong.
+    """Show device, precision, speed, versions, memory and disk, and report problems.
 
-    Exits with 1 when something keeps `redraft serve` from working (no MLX, a package too old, a database that does not answer,
-    a model that is not there or does not fit into memory). What only costs speed is a warning. Where no draft is named, it says
-    which one `serve` would get. Of models that are at hand it says, without loading them, what they take of memory, and how
-    long requests can be. With --memory nothing of this machine counts: it says which context and how many rows a Mac of that
-    size gets, what takes how much, and whether training fits. With --speed: what target calls and draft steps cost, and from
-    which acceptance rate drafts pay (docs/tuning.md).
+    Exits with 1 if something prevents `redraft serve` from working (no MLX, an outdated package, an unavailable
+    database, a model that is missing or does not fit into memory). What only costs speed is a warning. Without a named
+    draft, it shows which one `serve` would use. For models on this disk it shows, without loading them, their memory
+    and the maximum request length. With --memory, this machine is ignored: it shows the context and rows that a Mac of
+    that size gets, the memory of each part, and whether training fits. With --speed: the cost of target calls and draft
+    steps, and the acceptance rate from which drafting pays (docs/tuning.md).
     """
     from service.cli.models import draft_of
     from service.models.machine import examine
@@ -240,7 +244,7 @@ def doctor(
         _plan(settings, names, memory, free, tflops, device, json)
         return
     if free is not None:
-        raise typer.BadParameter("goes with --memory", param_hint="--free")
+        raise typer.BadParameter("requires --memory", param_hint="--free")
     found = examine(settings.home, names, revision=settings.models.revision)
     try:
         database = describe(settings.database_url)
@@ -303,7 +307,7 @@ def _plan(
     on: Literal["metal", "cpu"],
     json: Path | None,
 ) -> None:
-    """Print what a machine of this size gets. Exits with 1 when nothing can be served."""
+    """Prints what a machine of this size gets. Exits with 1 if nothing can be served."""
     from service.evaluation.pair_plan import plan_pair
 
     sizes = _bytes(memory, "--memory"), None if free is None else _bytes(free, "--free")
@@ -335,10 +339,10 @@ def _plan(
 
 
 def _bytes(text: str, option: str) -> int:
-    """Bytes of a size such as "16GiB", "16 GB" (10^9) or "512MiB"; a number alone is GiB."""
+    """Bytes of a size such as "16GiB", "16 GB" (10^9) or "512MiB"; a bare number is GiB."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:(T|G|M)(i?)B?)?\s*", text, re.IGNORECASE)
     if found is None:
-        raise typer.BadParameter(f"{text!r} is no size: write it as 16GiB", param_hint=option)
+        raise typer.BadParameter(f"{text!r} is not a size: write it as 16GiB", param_hint=option)
     number, prefix, binary = found.groups()
     power = {"M": 2, "G": 3, "T": 4}[(prefix or "G").upper()]
     return int(float(number) * (1024 if binary or not prefix else 1000) ** power)
@@ -346,7 +350,7 @@ def _bytes(text: str, option: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ModelsAtHand:
-    """Folders of a target and its draft that are on disk, and the models in them, whose weights are not read."""
+    """Folders of a target and its draft on this disk, and the models in them without weights."""
 
     target: Path
     draft: Path | None
@@ -355,8 +359,8 @@ class ModelsAtHand:
 
 
 def _without_draft(settings: Settings, names: Sequence[str]) -> ModelsAtHand | None:
-    """The target alone, where `serve` would leave out a draft that cannot be used: one that was not named. None: it would not,
-    or the target cannot be served either."""
+    """The target without its draft, if `serve` would leave out an unusable draft that was not named. None: it would
+    not, or the target cannot be served either."""
     if settings.models.draft is not None or len(names) < 2:
         return None
     try:
@@ -366,7 +370,7 @@ def _without_draft(settings: Settings, names: Sequence[str]) -> ModelsAtHand | N
 
 
 def _unknown(settings: Settings, names: Sequence[str]) -> str:
-    """Why it is not known what models take of memory."""
+    """Why the models' memory is unknown."""
     from service.models.machine import folders_at_hand
 
     here = folders_at_hand(names, settings.home, settings.models.revision)
@@ -379,8 +383,8 @@ def _open_files(limit: OpenFilesLimit) -> str:
 
 
 def _models_at_hand(settings: Settings, names: Sequence[str]) -> ModelsAtHand | None:
-    """The models of these names without their weights, None where one is not on disk. Raises ModelError or PairError where
-    they cannot be served."""
+    """The models of these names without weights, None if one is not on disk. Raises ModelError or PairError if they
+    cannot be served."""
     from service.models.machine import folders_at_hand
     from service.models.pair import unread_pair
 
@@ -392,8 +396,8 @@ def _models_at_hand(settings: Settings, names: Sequence[str]) -> ModelsAtHand | 
 
 
 def _memory(settings: Settings, loaded: ModelsAtHand, free: int, gflops: float | None) -> dict[str, Any]:
-    """What serving these models takes, in bytes, printed as a table. free: bytes of the device's memory. gflops: its speed;
-    None: not known."""
+    """The memory for serving these models, in bytes, printed as a table. free: bytes of the device's memory. gflops:
+    its speed; None: unknown."""
     from service.engine.device import cache_limit
     from service.engine.footprint import weight_bytes
     from service.evaluation.pair_plan import plan_models
@@ -446,7 +450,7 @@ def _memory(settings: Settings, loaded: ModelsAtHand, free: int, gflops: float |
 
 
 def _training(outlook: TrainingOutlook) -> str:
-    """How a run trains, in words."""
+    """Describes how a run trains."""
     if not outlook.fits:
         return f"does not fit: {outlook}"
     time = "" if outlook.minutes is None else f", an epoch of a full window in about {max(outlook.minutes, 1):,.0f} min"
@@ -489,8 +493,8 @@ def _ms(ms: float, one: float) -> str:
 
 @models.command("list")
 def list_models(config: Config = None, json: Json = None) -> None:
-    """Models of the catalogue and on this disk (the hub's cache too): their size, the memory that their weights need here, and
-    the draft that each gets where none is named. Hub names and folders that are not listed work as well."""
+    """List models in the catalogue and on this disk (including the hub's cache): their size, the memory of their
+    weights on this machine, and their default draft. Hub names and folders that are not listed work as well."""
     from service.cli.models import model_rows
 
     rows = model_rows(settings_from(config).home)
@@ -503,7 +507,7 @@ def list_models(config: Config = None, json: Json = None) -> None:
 
 @models.command("get")
 def get_model(name: str, config: Config = None) -> None:
-    """Fetch or convert a model now instead of at the first start; prints its folder."""
+    """Download or convert a model now instead of at the first start, and print its folder."""
     from service.models.catalog import cached, hub_name, resolve
     from service.models.draft_choice import choices
 
@@ -520,15 +524,15 @@ def get_model(name: str, config: Config = None) -> None:
 
 @models.command("remove")
 def remove(
-    name: Annotated[str, typer.Argument(help="As `redraft models list` names it.")],
+    name: Annotated[str, typer.Argument(help="A name from `redraft models list`.")],
     yes: Yes = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Also while an adapter is active that was trained for it.")
+        bool, typer.Option("--force", help="Remove it even if an active adapter was trained for it.")
     ] = False,
     config: Config = None,
 ) -> None:
-    """Delete a model from this disk: one that was converted or made here, or all revisions of one in the hub's cache, which
-    other programs share. Refused while an adapter is active that was trained for it."""
+    """Delete a model from this disk: a converted or generated one, or all revisions in the hub's cache, which other
+    programs share. Refused while an active adapter was trained for it."""
     from service.cli.models import require_unneeded
     from service.models.inventory import remove_model, stored_model
 

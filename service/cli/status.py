@@ -1,4 +1,4 @@
-"""`status`: one screen about a running server."""
+"""`status`: an overview of a running server."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from service.cli.options import LOCAL, Config, Json, Url, adapter_name, settings
 from service.core import RedraftError, RunState, Unavailable
 
 RUNS = 20
-"""Newest runs among which verdicts are looked for."""
+"""Number of newest runs searched for verdicts."""
 VERDICTS = 3
 SAMPLE = re.compile(r'^redraft:(\w+)\{model_name="(?:[^"\\]|\\.)*"\} (\S+)', re.MULTILINE)
 
 
 def status(url: Url = LOCAL, config: Config = None, json: Json = None) -> None:
-    """What a running server does: whether it is ready, its requests, how well its draft does, training.
+    """Show a running server's state: readiness, requests, draft statistics, training.
 
-    A server without API keys counts its requests only for the user who runs it: give the --config of the server where that sets
-    another home folder. Exits with 0 when the server is ready, with 1 when it is not or when none answers.
+    A server without API keys shows its requests only to the user who runs it: pass the server's --config if it sets
+    another home folder. Exits with 0 if the server is ready, with 1 if it is not or does not answer.
     """
     found = _read(url, settings_from(config).home)
     _show(url, found)
@@ -34,7 +34,7 @@ def status(url: Url = LOCAL, config: Config = None, json: Json = None) -> None:
 
 
 def _read(url: str, home: Path) -> dict[str, Any]:
-    """The server's state; None for what it does not say. Raises Unavailable where none answers."""
+    """The server's state; None for parts it does not report. Raises Unavailable if it does not answer."""
     ready, reason = _ask(url, "/health/ready")
     models, _ = _ask(url, "/v1/models")
     adapters, _ = _ask(url, "/adapters")
@@ -64,7 +64,7 @@ def _read(url: str, home: Path) -> dict[str, Any]:
 
 
 def _ask(url: str, path: str, home: Path | None = None) -> tuple[dict[str, Any] | None, str | None]:
-    """A JSON object of the server's, or why it has none now. Raises Unavailable where none answers."""
+    """A JSON object from the server, or the reason why there is none. Raises Unavailable if it does not answer."""
     try:
         return ask(url, "GET", path, home=home), None
     except Unavailable:
@@ -74,13 +74,13 @@ def _ask(url: str, path: str, home: Path | None = None) -> tuple[dict[str, Any] 
 
 
 def _states(requests: list[dict[str, Any]]) -> dict[str, int]:
-    """Requests by their state; those whose prompt is being read count as running."""
+    """Number of requests by state; those in prefill count as running."""
     waiting = sum(request["state"] == "waiting" for request in requests)
     return {"running": len(requests) - waiting, "waiting": waiting}
 
 
 def _counters(metrics: str) -> dict[str, float]:
-    """The metrics without labels but the model's name, by their names without the prefix."""
+    """The metrics with no label except the model's name, by name without the prefix."""
     return {name: float(value) for name, value in SAMPLE.findall(metrics)}
 
 
@@ -108,7 +108,7 @@ def _show(url: str, found: dict[str, Any]) -> None:
 
 
 def _learning_rows(learning: dict[str, Any]) -> list[tuple[str, object]]:
-    """When the next run starts, what its gate asks of it, and what the active adapter is known to lose at most."""
+    """When the next run starts, what its gate requires, and the active adapter's largest loss."""
     used = f"{learning['minutes']:.0f} of {learning['minutes_per_day']:g} minutes in 24 hours"
     wait = f"; {learning['refused']} refused since the last promotion" if learning["refused"] else ""
     texts = f"{learning['held_out']} of {learning['held_out_needed']} held-out prompts"
@@ -129,7 +129,7 @@ def _gain(gain: list[float]) -> str:
 
 
 def _gains(gains: dict[str, Any]) -> str:
-    """What the adapter that serves has gained, or why nothing has been gained yet."""
+    """The serving adapter's gain, or why there is none yet."""
     measured = gains["measured"]
     return f"nothing gained yet: {gains['reason']}" if measured is None else measured["summary"]
 
@@ -139,11 +139,11 @@ def _under_way(run: dict[str, Any]) -> bool:
 
 
 def _without_verdict(runs: list[dict[str, Any]]) -> str:
-    """What became of the last run, and how many in a row came to no verdict. runs: these, newest first."""
+    """The end of the last run, and the number of consecutive runs without a verdict. runs: these, newest first."""
     run = runs[0]
     reason = run["error"] or "no reason is known"
     text = f"run {run['id']}: {RunState(run['state']).words}: {reason}; its texts were given back"
-    return text if len(runs) == 1 else f"{text}; {len(runs)} runs in a row came to no verdict"
+    return text if len(runs) == 1 else f"{text}; {len(runs)} consecutive runs without a verdict"
 
 
 def _progress(run: dict[str, Any]) -> str:

@@ -12,10 +12,10 @@ from service.cli.models import model_folders
 from service.cli.options import Config, Draft, Model, Target, one_target, settings_from
 from service.core import Delta, Finished, Prompt, Sampling
 
-Temperature = Annotated[float, typer.Option(min=0.0, max=10.0, help="Below 1e-5 greedy.")]
+Temperature = Annotated[float, typer.Option(min=0.0, max=10.0, help="Sampling temperature; below 1e-5 greedy.")]
 MaxTokens = Annotated[int, typer.Option(min=1)]
-Seed = Annotated[int | None, typer.Option(min=0, help="Makes sampling repeatable, whatever the draft.")]
-K = Annotated[int | None, typer.Option("--num-draft-tokens", min=0, help="Tokens drafted per round.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="Makes sampling repeatable, with any draft.")]
+K = Annotated[int | None, typer.Option("--num-draft-tokens", min=0, help="Draft length per round.")]
 
 
 class Talker(NamedTuple):
@@ -45,7 +45,7 @@ def _load(config: Config, target: str | None, draft: str | None, k: int | None) 
         try:
             stores = open_stores(settings)
         except StoreError:
-            pass  # Nothing was ever served here: the bare draft it is.
+            pass  # This home has never served: use the base draft.
         else:
             active = stores.adapters.active(pair.provenance.target, pair.provenance.draft)
             stores.close()
@@ -59,7 +59,7 @@ def _load(config: Config, target: str | None, draft: str | None, k: int | None) 
         k=settings.engine.num_draft_tokens,
         adaptive=settings.engine.adaptive,
         lookup=settings.engine.num_lookup_tokens,
-        # A chat that goes on begins as it did.
+        # Each turn reuses the prefix of the previous one.
         prefix=PrefixCache(prefix_bytes(settings.engine.prefix_cache_mb, device_free_bytes() // 8)),
     )
     decoder.profile(1)
@@ -98,7 +98,7 @@ def generate(
     seed: Seed = None,
     num_draft_tokens: K = None,
 ) -> None:
-    """Answer one prompt; the text goes to stdout, the figures to stderr."""
+    """Answer one prompt; the text goes to stdout, statistics to stderr."""
     talker = _load(config, target, draft, num_draft_tokens)
     sampling = Sampling(temperature=temperature, max_tokens=max_tokens, seed=seed)
     done = talker.say([{"role": "user", "content": prompt}], sampling, lambda delta: typer.echo(delta.text, nl=False))
@@ -116,7 +116,7 @@ def chat(
     seed: Seed = None,
     num_draft_tokens: K = None,
 ) -> None:
-    """Talk to the model; text the draft guessed is green, the target's own is plain. An empty line ends it."""
+    """Chat with the model. Text proposed by the draft is green, the target's own is plain. An empty line ends the chat."""
     talker = _load(config, one_target(model, target), draft, num_draft_tokens)
     messages: list[dict[str, str]] = []
     drafted = accepted = 0

@@ -18,8 +18,8 @@ class Batch:
     """B examples padded at the end to one length L, and their response positions, padded to N.
 
     tokens: (B, L) int32. at: (N,) index into the B x L hidden states that predict. ids, logprobs: (N, top). tail: (N,).
-    weight: (N,), 1 at response positions and 0 at padding. examples: what the batch was made of. masks: (U, W) uint32, see
-    AnswerMasks, and mask: (N,) which of them holds at a position; None where no answer had to follow a grammar.
+    weight: (N,), 1 at response positions and 0 at padding. examples: the source of the batch. masks: (U, W) uint32, see
+    AnswerMasks, and mask: (N,) the row of `masks` for each position; None when no answer had to follow a grammar.
     """
 
     tokens: mx.array
@@ -44,7 +44,7 @@ class Batch:
 
     @property
     def loss_weight(self) -> float:
-        """Number of response positions, without padding: what the loss is a mean over."""
+        """Number of response positions, without padding: the loss is a mean over these."""
         return float(sum(example.positions for example in self.examples))
 
     @property
@@ -54,16 +54,16 @@ class Batch:
 
     @property
     def starts(self) -> list[int]:
-        """Where the windows begin in the texts."""
+        """Index in each text at which its window starts."""
         return [len(example.before) for example in self.examples]
 
     def split(self, rows: int) -> list[Batch]:
-        """The same examples in batches of at most `rows`, each padded to a length of its own."""
+        """The same examples in batches of at most `rows`, each padded to its own length."""
         return [collate(self.examples[start : start + rows]) for start in range(0, self.rows, rows)]
 
 
 def batches(examples: Sequence[Example], size: int, seed: int) -> Iterator[Batch]:
-    """One epoch: every example once, `size` of similar length in a batch, in an order drawn from `seed`."""
+    """One epoch: every example once, in batches of `size` examples of similar length, in an order drawn from `seed`."""
     rng = np.random.default_rng(seed)
     shuffled: list[int] = rng.permutation(len(examples)).tolist()
     by_length = sorted(shuffled, key=lambda i: padded(len(examples[i].tokens)))
@@ -74,13 +74,13 @@ def batches(examples: Sequence[Example], size: int, seed: int) -> Iterator[Batch
 
 
 def collate(examples: Sequence[Example]) -> Batch:
-    """Pad examples (at least one, all with equally many targets a position) into one batch."""
+    """Pads examples (at least one, all with the same number of targets per position) into one batch."""
     length = padded(max(len(example.tokens) for example in examples))
     at = np.concatenate(
         [np.arange(e.positions, dtype=np.int32) + row * length + e.start for row, e in enumerate(examples)]
     )
     spare = padded(len(at)) - len(at)
-    # Padded positions: any distinct ids, a finite distribution, no weight.
+    # Padding needs distinct ids and a finite distribution, and has weight 0.
     top = examples[0].ids.shape[1]
     ids = np.broadcast_to(np.arange(top, dtype=np.int32), (spare, top))
     even = np.full((spare, top), -np.log(top), dtype=np.float32)

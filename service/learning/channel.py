@@ -1,4 +1,4 @@
-"""The child's channel to its parent: it sends messages on stdout and receives jobs, pause and resume on stdin."""
+"""The child's channel to its parent: messages on stdout; jobs, pause and resume on stdin."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ log = logging.getLogger(__name__)
 
 _PAUSE_SECONDS = 0.02
 _LONGEST_SLEEP = 1.0
-"""Seconds of throttling at a time, at most: a sleep as long as loading a model took would be too long."""
+"""Maximum length of one throttling sleep in seconds: a sleep as long as loading a model took would be too long."""
 _REPORT_SECONDS = 5.0
-"""The parent hears of throttling each time that it adds up to so much more."""
+"""Throttled seconds between two reports to the parent."""
 ORPHANED = 75
 """Exit status after the parent went away (EX_TEMPFAIL)."""
 
@@ -26,8 +26,8 @@ ORPHANED = 75
 class Channel:
     """Owns stdin and stdout of this process.
 
-    Everything that is printed goes to stderr, so that stdout carries messages alone. A thread reads stdin: at its end the
-    process exits at once with ORPHANED, since a child without a parent must not publish anything.
+    All prints are redirected to stderr, so that stdout carries only messages. A thread reads stdin. At its end the
+    process exits at once with ORPHANED, because a child without a parent must not publish anything.
     """
 
     def __init__(self, stdin: int, stdout: TextIO) -> None:
@@ -36,21 +36,21 @@ class Channel:
         self._jobs: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._paused = threading.Event()
         self.share = 1.0
-        """Share of the time in which this process works, above 0 and at most 1: `hold` throttles it to that."""
+        """Fraction of the time in which this process works, above 0 and at most 1; `hold` throttles to it."""
         self._throttled, self._reported = 0.0, 0.0
-        """Seconds of throttling in this job, and those that the parent knows of."""
+        """Throttled seconds in this job, and the part already reported to the parent."""
         self._working_since = time.perf_counter()
 
     @classmethod
     def claim(cls) -> Channel:
-        """A channel over this process's own stdin and stdout."""
+        """A channel over the stdin and stdout of this process."""
         stdout = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8", buffering=1)
         sys.stdout.flush()
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         return cls(sys.stdin.fileno(), stdout)
 
     def jobs(self) -> Iterator[str]:
-        """The jobs that arrive on stdin, one after the other, without an end. Call once: starts the thread that reads stdin."""
+        """The jobs that arrive on stdin, endlessly. Call once: it starts the thread that reads stdin."""
         threading.Thread(target=self._watch, name="redraft-stdin", daemon=True).start()
         while True:
             yield self._jobs.get()
@@ -61,9 +61,12 @@ class Channel:
         return self._paused.is_set()
 
     def hold(self) -> float:
-        """To be called between two pieces of work: sleeps for as long as limits work to `share` of the time, then waits while
-        the parent wants this process to pause. Returns the seconds for which it was paused; throttling is not counted, but
-        reported to the parent, since it is no part of the run's time limit."""
+        """Call between two pieces of work. Sleeps to limit work to `share` of the time, then waits while the parent
+        wants a pause.
+
+        Returns the paused seconds. Throttled time is not included but reported to the parent, because it does not count
+        towards the run's time limit.
+        """
         stopped_at = time.perf_counter()
         worked = stopped_at - self._working_since
         time.sleep(min(worked * (1 / self.share - 1), _LONGEST_SLEEP))
@@ -82,8 +85,7 @@ class Channel:
             self.send("throttled", {"seconds": self._throttled})
 
     def send(self, kind: str, message: Mapping[str, object] | None = None) -> None:
-        """Send one message as a line of JSON with the type `kind`. Exits with ORPHANED when the parent does not read any
-        more."""
+        """Sends one message as a line of JSON with the type `kind`. Exits with ORPHANED when the parent no longer reads."""
         try:
             self._out.write(json.dumps({"type": kind, **(message or {})}) + "\n")
             self._out.flush()
@@ -99,14 +101,14 @@ class Channel:
                 self._paused.clear()
                 log.info("resumed")
             else:
-                # A new job has not been paused yet.
+                # A pause belongs to the previous job.
                 self._paused.clear()
                 self._jobs.put(line)
         os._exit(ORPHANED)
 
 
 def _lines(descriptor: int) -> Iterator[str]:
-    """Lines of a pipe. Not read through sys.stdin: a thread that waits in it holds its lock while the process ends."""
+    """Lines of a pipe. Does not use sys.stdin: a thread blocked in it holds its lock while the process exits."""
     pending = b""
     while block := os.read(descriptor, 2**16):
         *complete, pending = (pending + block).split(b"\n")

@@ -13,10 +13,9 @@ from service.core import TOP_TARGETS, Generation, Targets
 from service.learning.masks import NO_MASKS, AnswerMasks, Masks
 
 WINDOWS = 2
-"""Windows a run learns from for each of its texts, on average, at most: the cost of long texts is so many times what one window
-of each would cost."""
+"""Maximum average number of windows per text in a run. It bounds the cost of long texts to this multiple of one window each."""
 MAX_VALIDATION, VALIDATION_SHARE = 16, 0.05
-"""Set aside for the validation loss: this share of the texts, so many at most, and so many of their windows."""
+"""Validation set: this fraction of the texts, but at most this many texts and windows."""
 _DAMAGED = "damaged targets"
 
 Floats = NDArray[np.float32]
@@ -25,11 +24,11 @@ Ints = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One window of a generation. The hidden state at index `start` + i predicts the i-th output token learnt in it.
+    """One window of a generation. The hidden state at index `start` + i predicts its i-th trained output token.
 
-    tokens: (length,) the window's input: prompt tokens and output tokens but the last one that is learnt. ids, logprobs:
-    (n, top), tail: (n,), the target's normalised distribution given the whole text. before: tokens of the text in front of the
-    window. masks: of the n positions, where the answer had to follow a grammar. text: the generation's id.
+    tokens: (length,) the window's input: prompt tokens and output tokens except the last trained one. ids, logprobs:
+    (n, top), tail: (n,), the target's normalised distribution given the whole text. before: the text's tokens in front
+    of the window. masks: of the n positions, if the answer had to follow a grammar. text: the generation's id.
     """
 
     tokens: Ints
@@ -43,13 +42,13 @@ class Example:
 
     @property
     def positions(self) -> int:
-        """Number of output tokens learnt in this window, n."""
+        """Number of output tokens trained in this window, n."""
         return len(self.tail)
 
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """examples: what can be learnt from. skipped: number of generations that cannot, by reason. left_out: windows of long texts
+    """examples: the usable windows. skipped: number of unusable generations, by reason. left_out: windows of long texts
     beyond WINDOWS."""
 
     examples: tuple[Example, ...]
@@ -58,7 +57,7 @@ class Dataset:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest example; 0 without any."""
+        """Tokens of the longest example; 0 if there are none."""
         return max((len(example.tokens) for example in self.examples), default=0)
 
 
@@ -70,12 +69,12 @@ def build(
     masks: Masks = NO_MASKS,
     seed: int = 0,
 ) -> Dataset:
-    """Examples of at most `max_length` prompt and output tokens. A longer text becomes several windows, which together learn
-    every output token once (see `windows`). Where there are more than WINDOWS for each text, every text keeps its first and
-    `seed` draws the others.
+    """Examples of at most `max_length` prompt and output tokens. A longer text becomes several windows, which together
+    cover every output token once (see `windows`). If there are more than WINDOWS per text, every text keeps its first
+    window and the others are drawn with `seed`.
 
-    vocabulary: width of the draft's logits. Generations whose target distribution is missing or damaged, or that have no output
-    token to learn from, are skipped and counted; so are answers that had to follow a grammar and have no masks.
+    vocabulary: width of the draft's logits. Generations are skipped and counted if their target distribution is missing
+    or damaged, if they have no output token to train on, or if they had to follow a grammar and have no masks.
     """
     texts: list[list[Example]] = []
     skipped: Counter[str] = Counter()
@@ -91,8 +90,8 @@ def build(
 
 
 def set_aside(examples: Sequence[Example]) -> tuple[list[Example], list[Example]]:
-    """(learnt, validation): the windows of a few texts, spread over new and replayed ones, are set aside, so that no part of a
-    text is both learnt and validated on. With too few texts to spare any, the loss is validated on what is learnt."""
+    """(training, validation). The windows of a few texts, spread over new and replayed ones, are set aside, so that no
+    text is in both parts. With too few texts, the loss is validated on the training examples."""
     texts = list(dict.fromkeys(example.text for example in examples))
     count = min(MAX_VALIDATION, int(len(texts) * VALIDATION_SHARE))
     aside = {texts[i * (len(texts) // count)] for i in range(count)}
@@ -102,10 +101,10 @@ def set_aside(examples: Sequence[Example]) -> tuple[list[Example], list[Example]
 
 
 def windows(prompt: int, length: int, size: int) -> list[tuple[int, int, int]]:
-    """Windows of at most `size` tokens over a text of `length` tokens, of which the first `prompt` are the prompt's.
+    """Windows of at most `size` tokens over a text of `length` tokens, the first `prompt` of which are the prompt.
 
-    Returns (start, first, end) of each: tokens `first` to `end` are learnt, each in one window, with at least half a window of
-    the text before them (or all of it).
+    Returns (start, first, end) for each: tokens `first` to `end` are trained, each in exactly one window, with at least
+    half a window of context before them (or all there is).
     """
     found: list[tuple[int, int, int]] = []
     first = prompt
@@ -118,8 +117,8 @@ def windows(prompt: int, length: int, size: int) -> list[tuple[int, int, int]]:
 
 
 def unpack(targets: Targets) -> tuple[Ints, Floats, Floats]:
-    """Stored target distributions as ids (n, top), log-probabilities (n, top) and log tail mass (n,), scaled to sum to one:
-    they are stored in float16."""
+    """Stored target distributions as ids (n, top), log-probabilities (n, top) and log tail mass (n,), normalised
+    because they are stored in float16."""
     shape = (-1, targets.top)
     ids = np.frombuffer(targets.ids, dtype="<u4").astype(np.int32).reshape(shape)
     logprobs = np.frombuffer(targets.logprobs, dtype="<f2").astype(np.float32).reshape(shape)
@@ -130,10 +129,10 @@ def unpack(targets: Targets) -> tuple[Ints, Floats, Floats]:
 
 
 def _unusable(generation: Generation, masks: Masks, vocabulary: int) -> str | None:
-    """Why a generation cannot be learnt from, as far as that is known without its values."""
+    """Why a generation cannot be trained on, without reading its values."""
     targets, top = generation.targets, min(TOP_TARGETS, vocabulary)
     if generation.grammar is not None and generation.id not in masks:
-        return "masks not known"
+        return "unknown masks"
     if not generation.prompt.tokens or not generation.output:
         return "no response token"
     if targets is None:
@@ -145,7 +144,7 @@ def _unusable(generation: Generation, masks: Masks, vocabulary: int) -> str | No
 
 
 def _examples(generation: Generation, masks: AnswerMasks | None, max_length: int, vocabulary: int) -> list[Example]:
-    """The windows of a generation; none where its targets are damaged."""
+    """The windows of a generation; none if its targets are damaged."""
     prompt, output, targets = generation.prompt.tokens, generation.output, generation.targets
     assert targets is not None
     ids, logprobs, tail = unpack(targets)
@@ -172,7 +171,7 @@ def _examples(generation: Generation, masks: AnswerMasks | None, max_length: int
 
 
 def _select_windows(texts: Sequence[Sequence[Example]], seed: int) -> tuple[list[Example], int]:
-    """Every text's first window and as many drawn others as WINDOWS allows, in the order of the texts; and the number of those
+    """Every text's first window and as many random others as WINDOWS allows, in the order of the texts; and the number
     left out."""
     further = [(text, window) for text, examples in enumerate(texts) for window in range(1, len(examples))]
     allowed = (WINDOWS - 1) * len(texts)

@@ -1,4 +1,4 @@
-"""Folders that mlx-lm loads: of a model, of an adapter, of a draft model with an adapter folded into its weights."""
+"""Folders that mlx-lm can load: a model, an adapter, or a draft model with an adapter merged into its weights."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from service.models.pair import load_model
 
 
 def export_adapter(ref: AdapterRef, folder: Path) -> None:
-    """Copy an adapter's folder, which is in mlx-lm's own format, to the new folder `folder`. Raises AdapterRefused when the
-    adapter's files were altered, BadRequest when `folder` exists."""
+    """Copies an adapter's folder, which is in mlx-lm's format, to the new folder `folder`. Raises AdapterRefused when
+    the adapter's files were altered, BadRequest when `folder` exists."""
     _require_new(folder)
     _require_unaltered(ref)
     shutil.copytree(ref.folder, folder)
 
 
 def export_fused(ref: AdapterRef, draft: Path, folder: Path) -> None:
-    """Write the draft with the adapter folded into its weights, as the new model folder `folder`.
+    """Writes the draft with the adapter merged into its weights, as the new model folder `folder`.
 
-    Folded layers of a quantised draft are quantised again here, which rounds small changes away; when serving they are not
-    quantised. Raises AdapterRefused when the adapter was altered or belongs to another draft, BadRequest when `folder` exists.
+    Merged layers of a quantised draft are quantised again, which rounds small changes away; the server does not
+    requantise them. Raises AdapterRefused when the adapter was altered or belongs to another draft, BadRequest when
+    `folder` exists.
     """
     from mlx.utils import tree_unflatten
     from mlx_lm.tuner.lora import LoRALinear
@@ -49,7 +50,7 @@ def export_fused(ref: AdapterRef, draft: Path, folder: Path) -> None:
 
 
 def save_model_folder(weights: Mapping[str, mx.array], config: Mapping[str, Any], source: Path, folder: Path) -> None:
-    """Write weights, config.json and the tokenizer's files of the model folder `source` into the existing `folder`."""
+    """Writes weights, config.json and the tokenizer files of the model folder `source` into the existing `folder`."""
     mx.save_safetensors(str(folder / "model.safetensors"), dict(weights), metadata={"format": "mlx"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     skip = {"config.json", "redraft.json", "model.safetensors.index.json"}
@@ -62,9 +63,9 @@ def _require_unaltered(ref: AdapterRef) -> None:
     if ref.state is AdapterState.REVOKED:
         raise AdapterRefused(f"adapter {ref.id} is revoked: a text that it had learnt was erased")
     if not is_unaltered(ref.folder, ref.sha256):
-        raise AdapterRefused(f"adapter {ref.id}: its files are gone or not the ones that were registered")
+        raise AdapterRefused(f"adapter {ref.id}: its files are missing or differ from the registered ones")
 
 
 def _require_new(folder: Path) -> None:
     if folder.exists():
-        raise BadRequest(f"{folder} exists already", field="folder")
+        raise BadRequest(f"{folder} already exists", field="folder")

@@ -1,5 +1,5 @@
-"""The general set: short texts on many topics, written by the target itself. A service that has only seen one topic replays
-them, so that its draft does not forget the others; a fifth of them is the golden set of the gate."""
+"""The general set: short texts on many topics, written by the target. A server that has seen only one topic replays
+them so that its draft does not forget the others. A fifth of them is the gate's golden set."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _GOLDEN_ONE_IN = 5
 
 @dataclass(frozen=True, slots=True)
 class GeneralSet:
-    """Texts that the target wrote greedily. tokens: all of them end to end, prompt then output. lengths: (n,) int32, tokens of
-    prompt and output together. prompt_lengths: (n,) int32."""
+    """Texts that the target wrote greedily. tokens: all of them concatenated, prompt then output. lengths: (n,) int32,
+    tokens of prompt and output together. prompt_lengths: (n,) int32."""
 
     tokens: NDArray[np.uint32]
     prompt_lengths: NDArray[np.int32]
@@ -40,7 +40,7 @@ class GeneralSet:
         )
 
     def save(self, path: Path) -> None:
-        """Write a compressed .npz; token ids take 16 bits where all of them fit."""
+        """Writes a compressed .npz; token ids take 16 bits if all of them fit."""
         narrow = self.tokens.size == 0 or int(self.tokens.max()) < 2**16
         np.savez_compressed(
             path,
@@ -51,8 +51,8 @@ class GeneralSet:
 
     @classmethod
     def load(cls, path: Path) -> GeneralSet:
-        """Read what `save` wrote. Raises TrainingFailed when the file is missing or damaged, or when its lengths do not add
-        up."""
+        """Reads what `save` wrote. Raises TrainingFailed when the file is missing or damaged, or its lengths are
+        inconsistent."""
         try:
             with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
                 tokens, prompt_lengths, lengths = stored["tokens"], stored["prompt_lengths"], stored["lengths"]
@@ -60,7 +60,7 @@ class GeneralSet:
             raise TrainingFailed(f"the general replay set {path.name} cannot be read: {error}") from error
         loaded = cls(tokens.astype(np.uint32), prompt_lengths.astype(np.int32), lengths.astype(np.int32))
         if not loaded._adds_up():
-            raise TrainingFailed(f"the general replay set {path.name} does not add up")
+            raise TrainingFailed(f"the lengths in the general replay set {path.name} are inconsistent")
         return loaded
 
     def _adds_up(self) -> bool:
@@ -69,9 +69,9 @@ class GeneralSet:
         return not bool((self.prompt_lengths > self.lengths).any() or (self.prompt_lengths < 0).any())
 
     def generations(self, provenance: Provenance, *, golden: bool) -> list[Generation]:
-        """The texts as generations without targets; those with an empty prompt or output are left out.
+        """The texts as generations without targets, except those with an empty prompt or output.
 
-        golden: the fifth that is only measured on, otherwise the other four fifths. The order depends on the content alone:
+        golden: True for the fifth that is only measured on, False for the rest. The order depends only on the content:
         the first n of a set are always the same texts, so that the target's probabilities are computed once.
         """
         found: list[tuple[bytes, Generation]] = []

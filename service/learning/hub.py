@@ -13,10 +13,10 @@ CARD = "README.md"
 def write_folder(
     ref: AdapterRef, folder: Path, *, base_model: str, target: str, texts: int, verdict: Verdict | None
 ) -> None:
-    """Write an adapter as mlx-lm loads it, and its model card, to the new folder `folder`.
+    """Writes an adapter in mlx-lm's format, with its model card, to the new folder `folder`.
 
-    base_model: the draft's name on the hub. target: the name of the model it drafts for. texts: how many recorded texts its run
-    learnt from. verdict: the gate's, None where there is none. Raises AdapterRefused when its files were altered, BadRequest
+    base_model: the draft's name on the hub. target: name of the model it drafts for. texts: number of recorded texts
+    its run learnt from. verdict: the gate's, or None. Raises AdapterRefused when its files were altered, BadRequest
     when `folder` exists.
     """
     export_adapter(ref, folder)
@@ -24,7 +24,7 @@ def write_folder(
 
 
 def card(ref: AdapterRef, base_model: str, target: str, texts: int, verdict: Verdict | None) -> str:
-    """The text of the model card, with the hub's metadata in front; arguments as of `write_folder`."""
+    """The text of the model card, starting with the hub's metadata. Arguments as in `write_folder`."""
     from huggingface_hub import ModelCardData
 
     data = ModelCardData(
@@ -37,25 +37,25 @@ def card(ref: AdapterRef, base_model: str, target: str, texts: int, verdict: Ver
     if verdict is not None:
         gain, low, high = (f"{value:+.1%}" for value in (verdict.gain, verdict.low90, verdict.high90))
         judged = (
-            f"On {verdict.prompts} held-out texts of that traffic it was predicted to draft {gain} tokens per second over what "
-            f"served before (90 % interval {low} to {high}).\n\n"
+            f"On {verdict.prompts} held-out texts of that traffic, the prediction is {gain} tokens per second over the adapter "
+            f"or draft that served before (90 % interval {low} to {high}).\n\n"
         )
     return (
         f"---\n{data.to_yaml()}\n---\n\n"
         f"# A draft adapter for {target}\n\n"
-        f"LoRA of rank {ref.rank} on the draft `{base_model}`, which proposes tokens for {target} in speculative decoding. It "
-        "changes how many of them are accepted, not what the target says.\n\n"
+        f"LoRA of rank {ref.rank} for the draft `{base_model}`, which proposes tokens for {target} in speculative decoding. It "
+        "changes how many proposals are accepted, not the target's output.\n\n"
         f"Trained by Redraft while it served, on {texts} recorded texts. {judged}"
         "It was trained on the target's answers to the requests of one server, and may reveal what they were about.\n\n"
-        f"Adapter {ref.id}, on top of {f'adapter {ref.parent}' if ref.parent else 'the bare draft'}; fingerprint of the draft "
+        f"Adapter {ref.id}, trained on {f'adapter {ref.parent}' if ref.parent else 'the base draft'}; fingerprint of the draft "
         f"`{ref.draft}`.\n\n"
         f"    mlx_lm.generate --model {base_model} --adapter-path FOLDER --prompt TEXT\n"
     )
 
 
 def push(folder: Path, repo: str, *, private: bool, message: str) -> str:
-    """Upload a folder as a model repository, which is created where there is none. Returns its address. Raises BadRequest for a
-    name that the hub does not allow, RedraftError for whatever else the hub refuses."""
+    """Uploads a folder as a model repository, creating it if necessary. Returns its URL. Raises BadRequest for a name
+    that the hub does not allow, RedraftError for any other refusal."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError
 
@@ -63,15 +63,15 @@ def push(folder: Path, repo: str, *, private: bool, message: str) -> str:
     try:
         url = api.create_repo(repo, private=private, exist_ok=True)
         if private and not api.repo_info(repo).private:
-            # One that was there already stays as it is.
-            raise BadRequest(f"{repo} is there already and public: name another, or let everybody see it with --public")
+            # An existing repository keeps its visibility.
+            raise BadRequest(f"{repo} already exists and is public: choose another name, or publish with --public")
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
     except BadRequest:
         raise
     except HFValidationError as error:
-        raise BadRequest(f"{repo} is no name of a repository: {error}", field="repo") from error
-    except Exception as error:  # its client raises what its HTTP library raises, which changes
+        raise BadRequest(f"{repo} is not a valid repository name: {error}", field="repo") from error
+    except Exception as error:  # the client raises errors of its HTTP library, which may change
         raise RedraftError(
-            f"the hub did not take it: {(str(error) or type(error).__name__).splitlines()[0]}"
+            f"the hub refused the upload: {(str(error) or type(error).__name__).splitlines()[0]}"
         ) from error
     return str(url)

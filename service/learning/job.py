@@ -1,9 +1,9 @@
-"""The child process: `python -m service.learning.job`, which reads jobs from stdin, a line each (see `spec`).
+"""The child process: `python -m service.learning.job`, which reads one job per line from stdin (see `spec`).
 
-Messages on stdout are one JSON object a line: cases, texts, progress, candidate, scores, then done, or failed with a
-reason. After either it waits for the next job: starting, importing and preparing a GPU take longer than most comparisons.
-stdin also carries pause and resume; at its end the child exits at once. Only the main thread uses MLX. The child writes nothing
-to the database: rows are the parent's.
+Messages on stdout are one JSON object per line: texts, progress, candidate, scores, then done, or failed with a reason.
+After either, it waits for the next job: starting, importing and preparing a GPU take longer than most comparisons.
+stdin also carries pause and resume; at its end the child exits at once. Only the main thread uses MLX. The child writes
+nothing to the database; the parent writes the rows.
 """
 
 from __future__ import annotations
@@ -38,14 +38,13 @@ from service.store.log.generations import Generations
 log = logging.getLogger(__name__)
 
 CACHE_BYTES = 2**30
-"""Freed memory MLX may keep for reuse."""
+"""Freed memory that MLX may keep for reuse."""
 LEAST_PRIORITY = 19
 """Niceness of practice."""
 
 
 def main() -> None:
-    """`perform` the jobs that arrive on stdin. Any exception that says neither RedraftError nor out of memory ends the
-    process."""
+    """Performs the jobs that arrive on stdin. Any exception other than RedraftError or out of memory ends the process."""
     offer_to_oom_killer()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     channel = Channel.claim()
@@ -54,7 +53,7 @@ def main() -> None:
 
 
 def perform(channel: Channel, line: str) -> None:
-    """Do one job and end with a `done` message, or `failed` for a RedraftError and where memory runs out."""
+    """Does one job and ends with a `done` message, or `failed` after a RedraftError or when memory runs out."""
     try:
         waits = run(channel, line)
     except RedraftError as error:
@@ -63,23 +62,23 @@ def perform(channel: Channel, line: str) -> None:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        log.exception("memory ran out")
-        channel.send("failed", {"reason": f"memory ran out: {error or type(error).__name__}", "memory": True})
+        log.exception("out of memory")
+        channel.send("failed", {"reason": f"out of memory: {error or type(error).__name__}", "memory": True})
         return
-    # What it held is free before the next job.
+    # Free the job's memory before the next one.
     gc.collect()
     mx.clear_cache()
     channel.send("done", {"waits": waits})
 
 
 def run(channel: Channel, line: str) -> bool:
-    """Do the job that this line of JSON describes. Returns whether this process may do another: niceness cannot be lowered
-    again after practice. Raises RedraftError with the reason when it cannot be done."""
+    """Does the job described by this line of JSON. Returns whether this process may do another: after practice its
+    niceness cannot be lowered again. Raises RedraftError with the reason when the job fails."""
     job = parse(line)
     practises = isinstance(job, TrainJob) and job.practice is not None
-    # A request that comes shares the cores with the call under way.
+    # A new request shares the cores with the call in progress.
     lower_priority(LEAST_PRIORITY if practises else job.training.niceness)
-    # Niceness is about the processor alone. Practice pauses for every request, so that it need not leave any of the time.
+    # Niceness only affects the CPU. Practice pauses for every request, so it does not need throttling.
     throttled = not practises and mx.default_device().type != mx.cpu
     channel.share = job.training.gpu_share if throttled else 1.0
     mx.set_cache_limit(CACHE_BYTES)
@@ -96,7 +95,7 @@ def run(channel: Channel, line: str) -> bool:
 
 
 def score_adapters(job: ScoreJob, channel: Channel, database: Database) -> None:
-    """Do a `score` job: sends scores. Raises RedraftError."""
+    """Does a `score` job and sends the scores. Raises RedraftError."""
     found = Generations(database).by_ids(job.generations)
     masks = answer_masks(found, cache(partial(load_grammars, job)))
     texts = usable([generation for generation in found if generation.output and generation.prompt.tokens], masks)
@@ -110,9 +109,9 @@ def score_adapters(job: ScoreJob, channel: Channel, database: Database) -> None:
         vocabulary=target_width(job),
         between=channel.hold,
     )
-    # The same start at every check: later ones have the earlier ones' texts among theirs, as far as that goes.
+    # The same seed at every check, so that later checks include the texts of earlier ones as far as possible.
     texts = within_budget(texts, budget, seed=0)
-    log.info("models loaded; %d of %d texts are scored", len(texts), len(job.generations))
+    log.info("models loaded; scoring %d of %d texts", len(texts), len(job.generations))
     scores: dict[str, list[Score]] = {}
     models: dict[str, nn.Module] = {}
     for name, folder in job.adapters.items():
@@ -135,18 +134,18 @@ def score_adapters(job: ScoreJob, channel: Channel, database: Database) -> None:
 
 
 def offer_to_oom_killer() -> None:
-    """On Linux, have the system end this process before the server when memory runs out: its run is only started anew."""
+    """On Linux, makes the out-of-memory killer choose this process before the server: its run can be repeated."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
 
 
 def lower_priority(niceness: int) -> None:
-    """Set this process's niceness, so that it yields to serving; never less than it has. On Linux that is done for each thread:
-    niceness belongs to threads, and the BLAS started its own before main began."""
+    """Sets this process's niceness so that it yields to serving; never below the current value. On Linux it is set for
+    each thread: niceness belongs to threads, and the BLAS library started its own before main began."""
     tasks = Path("/proc/self/task")
     for thread in [int(task.name) for task in tasks.iterdir()] if tasks.is_dir() else [0]:
         with suppress(ProcessLookupError):
-            # Lowering niceness again takes a privilege.
+            # Lowering niceness again requires a privilege.
             os.setpriority(os.PRIO_PROCESS, thread, max(os.getpriority(os.PRIO_PROCESS, thread), niceness))
 
 

@@ -21,14 +21,14 @@ from service.models.arrays import named_arrays
 WEIGHTS, CONFIG = "adapters.safetensors", "adapter_config.json"
 _LEAVES = frozenset({"lora_a", "lora_b"})
 _NOT_ADAPTED = frozenset({"altup", "indexer"})
-"""Parts of a block whose linear layers get no LoRA. mlx-lm reads the weights of gemma3n's AltUp directly, which a LoRA layer
-does not have; the indexer of DeepSeek V3.2 and GLM chooses positions, and has no gradient."""
+"""Parts of a block whose linear layers get no LoRA. mlx-lm reads the weights of gemma3n's AltUp directly, which a LoRA
+layer does not have; the indexer of DeepSeek V3.2 and GLM selects positions and has no gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The configuration of an adapter. scale: factor of the low-rank product. keys: names of the adapted linear layers inside a
-    block. layers: number of adapted blocks, counted from the last."""
+    """The configuration of an adapter. scale: factor of the low-rank product. keys: names of the adapted linear layers
+    inside a block. layers: number of adapted blocks, counted from the last."""
 
     rank: int
     scale: float
@@ -49,11 +49,11 @@ class Counts:
 
 
 def wrap(model: nn.Module, *, rank: int, scale: float, seed: int) -> Shape:
-    """Freeze the model, then add LoRA to every linear layer of its blocks that can learn (not to embeddings and head). Returns
-    the shape.
+    """Freezes the model, then adds LoRA to every trainable linear layer of its blocks (not to embeddings and head).
+    Returns the shape.
 
-    A is drawn from `seed`, B is 0, so the model's output does not change. Quantised layers stay quantised (QLoRA, arXiv
-    2305.14314). Raises TrainingFailed when the blocks have no linear layer.
+    A is drawn from `seed` and B is 0, so the model's output does not change. Quantised layers stay quantised (QLoRA,
+    arXiv 2305.14314). Raises TrainingFailed when the blocks have no linear layer.
     """
     blocks = cast("list[nn.Module]", model.layers)
     linear = (nn.Linear, nn.QuantizedLinear)
@@ -76,7 +76,8 @@ def wrap(model: nn.Module, *, rank: int, scale: float, seed: int) -> Shape:
 def counts(model: nn.Module) -> Counts:
     """Trainable and frozen parameters of a wrapped model."""
     trainable = sum(array.size for _, array in named_arrays(model.trainable_parameters()))
-    # mlx-lm counts parameters of leaf modules alone (of packed 4-bit weights the unpacked number): LoRA's are not among them.
+    # mlx-lm only counts parameters of leaf modules (for packed 4-bit weights the unpacked number), which excludes
+    # LoRA's.
     return Counts(trainable, int(get_total_parameters(model)))
 
 
@@ -86,19 +87,19 @@ def weights_of(model: nn.Module) -> dict[str, mx.array]:
 
 
 def warm_start(model: nn.Module, shape: Shape, parent: Path, draft: str) -> None:
-    """Load a parent adapter into a freshly wrapped model, which then computes what the parent does.
+    """Loads a parent adapter into a freshly wrapped model, which then computes the same as the parent.
 
-    A parent of lower rank fills the first columns of A and rows of B; the others stay random in A and zero in B. B is rescaled
-    where the parent's scale is another. draft: fingerprint of the bare draft. Raises TrainingFailed when the parent is damaged,
-    belongs to another draft, adapts other layers, or has a higher rank.
+    A parent of lower rank fills the first columns of A and rows of B; the rest stays random in A and zero in B. B is
+    rescaled if the parent's scale differs. draft: fingerprint of the base draft. Raises TrainingFailed when the parent
+    is damaged, belongs to another draft, adapts other layers, or has a higher rank.
     """
     config, weights = read(parent, draft)
     if config.keys != shape.keys or config.layers != shape.layers:
-        raise TrainingFailed(f"{parent.name} adapts other layers than this run: train from the bare draft instead")
+        raise TrainingFailed(f"{parent.name} adapts other layers than this run: train from the base draft instead")
     if config.rank > shape.rank:
         raise TrainingFailed(
-            f"{parent.name} has rank {config.rank}, more than the {shape.rank} asked for: "
-            "raise training.rank, or train from the bare draft"
+            f"{parent.name} has rank {config.rank}, above the requested {shape.rank}: "
+            "raise training.rank, or train from the base draft"
         )
     fresh = dict(named_arrays(model.trainable_parameters()))
     _match(parent, weights, {name: _narrowed(name, array, config.rank) for name, array in fresh.items()})
@@ -123,10 +124,10 @@ def save(
     run: int | None = None,
     parent: int = BARE_DRAFT,
 ) -> None:
-    """Write an adapter folder that mlx-lm loads.
+    """Writes an adapter folder that mlx-lm can load.
 
-    draft, target: fingerprints of the models it was trained for. run, parent: the training run that made it, and the adapter it
-    was trained on top of. All of them are in the metadata of the weights' file.
+    draft, target: fingerprints of the models it was trained for. run, parent: the training run that made it, and the
+    adapter it was trained on. All of these are stored in the metadata of the weights file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     origin = {"draft": draft, "target": target, "rank": shape.rank, "run": run, "parent": parent}
@@ -142,8 +143,8 @@ def save(
 
 
 def read(folder: Path, draft: str) -> tuple[Shape, dict[str, mx.array]]:
-    """Shape and weights of an adapter folder. draft: fingerprint of the bare draft. Raises TrainingFailed when the folder
-    cannot be read or belongs to another draft."""
+    """Shape and weights of an adapter folder. draft: fingerprint of the base draft. Raises TrainingFailed when the
+    folder cannot be read or belongs to another draft."""
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         lora = config["lora_parameters"]
@@ -158,7 +159,7 @@ def read(folder: Path, draft: str) -> tuple[Shape, dict[str, mx.array]]:
 
 
 def attach(model: nn.Module, folder: Path, draft: str) -> None:
-    """Add an adapter to a bare model, not folded into its weights. draft: fingerprint of the bare draft. Raises TrainingFailed
+    """Adds an adapter to a bare model without merging it. draft: fingerprint of the base draft. Raises TrainingFailed
     when the adapter is damaged or does not fit the model."""
     shape, weights = read(folder, draft)
     linear_to_lora_layers(model, shape.layers, shape.parameters())
@@ -168,7 +169,7 @@ def attach(model: nn.Module, folder: Path, draft: str) -> None:
 
 
 def detach(model: nn.Module) -> None:
-    """Remove an adapter's layers: the model is the bare draft again."""
+    """Removes an adapter's layers, which restores the base draft."""
     if any(isinstance(module, LoRALinear) for _, module in model.named_modules()):
         remove_lora_layers(model)
 
@@ -183,4 +184,4 @@ def _match(folder: Path, weights: Mapping[str, mx.array], shapes: Mapping[str, t
         raise TrainingFailed(f"the adapter {folder.name} does not have the tensors of this draft")
     for name, array in weights.items():
         if not mx.isfinite(array.astype(mx.float32)).all().item():
-            raise TrainingFailed(f"the adapter {folder.name} holds values that are not finite: {name}")
+            raise TrainingFailed(f"the adapter {folder.name} contains values that are not finite: {name}")

@@ -1,7 +1,7 @@
 """The training loss: a divergence between the target's stored distribution and the draft's at response positions.
 
-Divergences are in nats, (N,), over the target's most likely tokens and one bucket for all others. logp, logq: (N, top + 1)
-log-probabilities of target and draft, the last column the mass outside the top.
+Divergences are in nats, (N,), over the target's most likely tokens and one bucket for all others. logp, logq: (N, top +
+1) log-probabilities of target and draft; the last column is the mass outside the top.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from service.learning.draft_steps import states_at_positions
 from service.models.heads import split
 
 CHUNK = 512
-"""Positions whose logits exist at once, where memory allows: with a wide vocabulary they take most of a step's memory."""
+"""Positions whose logits exist at once, memory permitting: with a wide vocabulary they take most of a step's memory."""
 _NO_LOGIT = -1e30
-"""A logit that adds nothing to any sum; finite, so that a vocabulary inside the top gives no NaN."""
+"""A logit that adds nothing to a sum; finite, so that a vocabulary inside the top gives no NaN."""
 _NO_LOGPROB = -60.0
-"""A log-probability in place of -inf: finite, so that differences and their gradients are."""
+"""Replaces a log-probability of -inf: finite, so that differences and their gradients are finite too."""
 
 Objective: TypeAlias = Callable[[mx.array, mx.array], mx.array]
 
 
 def forward_kl(logp: mx.array, logq: mx.array) -> mx.array:
-    """KL(p || q), with 0 for terms where p is 0. NaN stays NaN: a broken target must not pass for an empty one."""
+    """KL(p || q), with 0 for terms where p is 0. NaN stays NaN: a broken target must not count as an empty one."""
     none = logp == -float("inf")
     safe = mx.where(none, 0.0, logp)
     return mx.where(none, 0.0, mx.exp(safe) * (safe - mx.where(none, 0.0, logq))).sum(axis=-1)
 
 
 def jensen_shannon(logp: mx.array, logq: mx.array) -> mx.array:
-    """Mean of KL(p || m) and KL(q || m), m the mean of p and q: the loss of a run (measured: docs/results/learning.md)."""
+    """The mean of KL(p || m) and KL(q || m), where m is the mean of p and q. Runs minimise it (docs/results/learning.md)."""
     logp, logq = mx.maximum(logp, _NO_LOGPROB), mx.maximum(logq, _NO_LOGPROB)
     middle = mx.logaddexp(logp, logq) - math.log(2.0)
     return 0.5 * (forward_kl(logp, middle) + forward_kl(logq, middle))
@@ -47,8 +47,8 @@ def buckets(logits: mx.array, ids: mx.array) -> mx.array:
     """The draft's log-probabilities (N, top + 1) of the stored tokens and of all others together.
 
     logits: (N, V). ids: (N, top), distinct. A KL over these is never above the KL over the whole vocabulary (log-sum
-    inequality). The mass outside the top is a logsumexp over the other logits, not 1 minus the top's mass, so value and
-    gradient are accurate however small it is.
+    inequality). The mass outside the top is a logsumexp over the other logits rather than 1 minus the top's mass, so
+    that value and gradient are accurate however small it is.
     """
     logits = logits.astype(mx.float32)
     picked = mx.take_along_axis(logits, ids, axis=-1)
@@ -58,11 +58,11 @@ def buckets(logits: mx.array, ids: mx.array) -> mx.array:
 
 
 class TargetDivergence:
-    """The loss for `train`: the weighted mean of an objective over a batch's response positions, 0 without any.
+    """The loss for `train`: the weighted mean of an objective over a batch's response positions; 0 without any.
 
-    Where the model splits into backbone and head, the head runs on response positions alone: it is the largest part of a small
-    draft's work. The logits of at most `chunk` positions exist at a time, with their gradient. The head's own parameters get
-    no gradient: adapters leave it frozen.
+    If the model splits into backbone and head, the head runs only on response positions: it is the largest part of a
+    small draft's work. The logits of at most `chunk` positions exist at a time, with their gradient. The head's own
+    parameters get no gradient, because adapters leave it frozen.
     """
 
     def __init__(self, model: nn.Module, objective: Objective = jensen_shannon, *, chunk: int = CHUNK) -> None:
@@ -77,14 +77,14 @@ class TargetDivergence:
             return mx.array(0.0)
         states = states_at_positions(model, self.parts, batch)
         total, gradient = self._total_and_gradient(mx.stop_gradient(states), batch)
-        # Its value is 0, and its gradient in the states the one that was computed with the total.
+        # Its value is 0, and its gradient with respect to the states is the one computed with the total.
         product = (states.astype(mx.float32) * gradient.astype(mx.float32)).sum()
         total = total + (product - mx.stop_gradient(product))
         return total / mx.maximum(batch.weight.sum(), 1e-6)
 
     def _total_and_gradient(self, states: mx.array, batch: Batch) -> tuple[mx.array, mx.array]:
-        """The weighted sum over all positions and its gradient in the states (N, hidden). Chunks are computed one after
-        another: a chunk's states depend on the gradient of the one before."""
+        """The weighted sum over all positions and its gradient with respect to the states (N, hidden). Chunks are
+        computed in sequence: a chunk's states depend on the gradient of the previous one."""
         total, gradients = mx.array(0.0), list[mx.array]()
         for start in range(0, len(states), self.chunk):
             stop = min(start + self.chunk, len(states))
@@ -108,6 +108,6 @@ class TargetDivergence:
         logp = mx.concatenate([batch.logprobs[positions], batch.tail[positions][:, None]], axis=-1)
         logq = buckets(logits, batch.ids[positions])
         if batch.masks is not None:
-            # Where few tokens are allowed, the stored tail is almost zero and the draft's is zero.
+            # If few tokens are allowed, the stored tail is almost zero and the draft's is zero.
             logq = mx.maximum(logq, _NO_LOGPROB)
         return self.objective(logp, logq)

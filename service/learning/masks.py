@@ -1,4 +1,4 @@
-"""Which tokens a grammar allowed at every position of a logged answer, computed again from the grammar that is stored."""
+"""The tokens that a grammar allowed at every position of a logged answer, recomputed from the stored grammar."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Words = NDArray[np.uint32]
 
 @dataclass(frozen=True, slots=True)
 class AnswerMasks:
-    """words: (U, W), the distinct masks: bit i of word w is set where token 32 w + i is allowed. at: (tokens,) int32, the row
-    of `words` that holds at each output position."""
+    """words: (U, W), the distinct masks: bit i of word w is set if token 32 w + i is allowed. at: (tokens,) int32, the
+    row of `words` for each output position."""
 
     words: Words
     at: NDArray[np.int32]
@@ -46,10 +46,10 @@ class Compiler(Protocol):
 
 
 def answer_masks(generations: Iterable[Generation], grammars: Callable[[], Compiler]) -> dict[str, AnswerMasks]:
-    """The masks of the generations that had to follow a grammar, by id. grammars: called only where there are any.
+    """The masks of the generations that had to follow a grammar, by id. grammars: called only if there are any.
 
-    An answer whose grammar no longer compiles, or now forbids what was generated, is left out with a warning: llguidance has
-    changed since, or the tokens that end an answer have.
+    An answer is left out with a warning if its grammar no longer compiles or now forbids the generated tokens, because
+    llguidance or the end tokens have changed since.
     """
     found: dict[str, AnswerMasks] = {}
     for generation in generations:
@@ -62,7 +62,7 @@ def answer_masks(generations: Iterable[Generation], grammars: Callable[[], Compi
             continue
         allowed = (mask[token >> 3] >> (token & 7) & 1 for mask, token in zip(masks, generation.output, strict=False))
         if len(masks) < len(generation.output) or not all(allowed):
-            log.warning("generation %s: its grammar now forbids what was generated", generation.id)
+            log.warning("generation %s: its grammar now forbids the generated tokens", generation.id)
             continue
         found[generation.id] = _distinct(masks)
     return found
@@ -80,8 +80,8 @@ def usable(generations: Sequence[Generation], masks: Masks) -> list[Generation]:
 
 
 def stack_masks(masks: Sequence[AnswerMasks | None]) -> tuple[Words, list[NDArray[np.int32] | int]] | None:
-    """The masks of several answers as one array (U, W) whose first row allows everything, and for each answer the rows that
-    hold at its positions (0: the first row at all of them). None where no answer has masks."""
+    """The masks of several answers as one array (U, W) whose first row allows everything, and for each answer the rows
+    that apply at its positions (0: the first row everywhere). None if no answer has masks."""
     present = [each for each in masks if each is not None]
     if not present:
         return None

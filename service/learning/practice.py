@@ -1,7 +1,8 @@
-"""A `train` job of practice: the target writes text, and the adapter is trained on it (docs/learning.md, "Practice").
+"""A `train` job for practice: the target writes text, and the adapter is trained on it (docs/learning.md, "Practice").
 
-Half of the text begins like logged prompts, half is like what the draft was made from, so that it does not unlearn the rest.
-The target is in this process: no engine, and so nothing that counts, caches or plans traffic, ever sees this text.
+Half of the text starts like logged prompts; the other half resembles the text the draft was made from, so that it does
+not forget the rest. The target runs in this process, so this text never passes an engine that counts, caches or plans
+traffic.
 """
 
 from __future__ import annotations
@@ -46,32 +47,32 @@ from service.store.log.training_texts import TrainingTexts
 log = logging.getLogger(__name__)
 
 LENGTH, TURN = 384, 96
-"""Tokens of a practice text, and of a turn in it at most."""
+"""Tokens of a practice text, and the maximum of a turn in it."""
 MOST_ROWS, MOST_ROWS_CPU = 1024, 48
-"""Texts that are written together. More on a CPU write hardly more in a second."""
+"""Maximum number of texts written together. On a CPU, more hardly raise the throughput."""
 ROWS_A_MINUTE_CPU = 1.6
-"""There no more than so many for each of the run's minutes: they are written whole, and a short run would overrun its time."""
+"""On a CPU, maximum number of texts per minute of the run: texts are written whole, and a short run would overrun its time."""
 BATCH, LEAST_BATCH, STEPS = 32, 4, 64
-"""Texts of a training step at most and at least; steps of a run, where that leaves so many."""
+"""Maximum and minimum texts of a training step; steps of a run, if there are enough texts."""
 CALL_SECONDS = 0.1
-"""A training step is made of calls of about so long, unless one text takes longer: a request that comes waits for one."""
+"""Target duration of the calls a training step is split into, unless one text takes longer: a new request waits for one."""
 LOGGED_PASSES = 3
-"""How often the logged texts themselves are learnt from."""
+"""Number of passes over the logged texts themselves."""
 ROWS_ASIDE, BATCH_ASIDE = 256, 8
-"""Texts that are written and trained on together in the memory that a server with practice leaves for it."""
+"""Texts written together and trained together in the memory that a server with practice reserves."""
 CUTS, SHORTEST_CUT, LONGEST_OPENING = 4, 0.6, 600
-"""Cuts of each logged prompt; the least share of its characters that a cut has; characters of an opening at most."""
+"""Cuts per logged prompt; the smallest fraction of its characters that a cut keeps; maximum characters of an opening."""
 LEARNING_RATE, WARMUP = 2e-3, 0.05
 FREE_SHARE = 0.5
-"""Of the memory that is free, for rows that are written, and for a training step."""
+"""Fraction of the free memory used for writing rows, and for a training step."""
 OWN_IDS = 2_048
-"""Ids of a training step's texts that are not in the reduced vocabulary, about so many at most."""
+"""Approximate maximum of ids in a training step's texts that are not in the reduced vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Of training. rows: texts of a call. text_seconds: what one of them takes. recompute: whether blocks recompute their
-    activations."""
+    """The calls of a training step. rows: texts per call. text_seconds: seconds per text. recompute: whether blocks
+    recompute their activations."""
 
     rows: int
     text_seconds: float
@@ -79,7 +80,7 @@ class Calls:
 
 
 class PracticeJob(TrainingJob):
-    """Does a `train` job whose `practice` is set."""
+    """Performs a `train` job with `practice` set."""
 
     def __init__(self, job: TrainJob, channel: Channel, database: Database) -> None:
         super().__init__(job, channel, database)
@@ -88,9 +89,9 @@ class PracticeJob(TrainingJob):
         self._log = TrainingTexts(database)
         self.seeds = self._log.seeds_of(job.run)
         self._earlier_seeds: dict[tuple[str, ...], list[Text]] = {}
-        """By the seeds of a piece of an earlier run: those that are still in the log."""
+        """The seeds that are still in the log, by the seed ids of an earlier run's practice file."""
         self._learnt_seeds: list[Text] = []
-        """Of the pieces of earlier runs that are learnt from."""
+        """Seeds of the earlier runs' practice text that is trained on."""
         self.stored = PracticeText(job.practice.folder, job.provenance.target)
         self._started = time.perf_counter()
         self._paused = 0.0
@@ -98,14 +99,14 @@ class PracticeJob(TrainingJob):
     def _learn(self) -> Learnt:
         job = self.job
         if not self.seeds:
-            raise TrainingFailed("none of the texts that practice should begin like is in the log any more")
+            raise TrainingFailed("none of the prompts that seed this practice run is in the log any more")
         target = load_target(job)
         dtype = _working_dtype(target.model)
         target.model.set_dtype(dtype)
         draft = load_draft(job, target.model)
         reduced = self._reduced_vocabulary(draft, [(*seed.prompt.tokens, *seed.output) for seed in self.seeds])
         if reduced is not None:
-            # The draft learns what it may propose there. Wide logits are most of a training step otherwise.
+            # The draft only learns what it may propose. Otherwise wide logits would be most of a training step.
             cut(target.model, reduced)
             cut(draft.model, reduced)
         shape = self._wrap(draft.model, job.training.practice_rank)
@@ -115,9 +116,9 @@ class PracticeJob(TrainingJob):
         newest = list(islice(earlier, 1))
         width = target_width(job) if reduced is None else len(reduced)
         written, calls = self._write(target, draft.model, loss, len(logged.tokens), width, earlier=bool(newest))
-        # Read only now, and no more than is learnt from: a disk may hold far more.
+        # Read only now and only as much as is trained on: the disk may hold far more.
         learnt = [*written, *islice(chain(newest, earlier), len(written))]
-        # An erasure of one of their seeds has to find this adapter too.
+        # Erasing one of their seeds has to find this adapter as well.
         self._learnt_seeds = self._seeds_of(learnt)
         of_earlier = {seed.id for seed in self._learnt_seeds} - {seed.id for seed in self.seeds}
         self.channel.send("texts", {"window": [], "replay": sorted(of_earlier)})
@@ -126,8 +127,8 @@ class PracticeJob(TrainingJob):
         return Learnt(draft, shape, reduced, report)
 
     def _earlier(self) -> Iterator[Piece]:
-        """What earlier runs wrote, newest first. Not what began like a text that was erased or quarantined since, and not of
-        another length, as another release may have written it."""
+        """Practice text of earlier runs, newest first. Skips text whose seed has since been erased or quarantined, and
+        text of another length, which another release may have written."""
         for piece in self.stored.pieces(self.job.run):
             if piece.seeds not in self._earlier_seeds:
                 self._earlier_seeds[piece.seeds] = self._log.named(piece.seeds)
@@ -136,7 +137,7 @@ class PracticeJob(TrainingJob):
                 yield piece
 
     def _seeds_of(self, learnt: Sequence[Piece]) -> list[Text]:
-        """What the pieces of earlier runs among these began like."""
+        """The seeds of those practice texts that earlier runs wrote."""
         return [seed for seeds in {piece.seeds for piece in learnt} for seed in self._earlier_seeds.get(seeds, [])]
 
     def _held_out(self) -> list[Generation]:
@@ -154,9 +155,10 @@ class PracticeJob(TrainingJob):
     def _write(
         self, target: Loaded, draft: nn.Module, loss: Distillation, logged: int, width: int, *, earlier: bool
     ) -> tuple[list[Piece], Calls]:
-        """Pieces of both kinds in turn, one of each at least, while there is time to learn from all of them, from the log and
-        from as many texts of earlier runs; and the calls of the training that follows. Each is stored at once. logged: texts of
-        the log. width: of the logits that are learnt. earlier: whether there are texts of earlier runs."""
+        """Writes practice text of both kinds alternately, at least one file of each, while there is time to train on
+        all of it, on the log, and on the same amount of earlier text. Returns it and the calls of the training that
+        follows. Each file is stored at once. logged: texts of the log. width: of the trained logits. earlier: whether
+        there is text of earlier runs."""
         job = self.job
         rows = writing_rows(target.model, target_width(job), left_of(job.memory), self.practice.minutes)
         openings = {
@@ -182,7 +184,7 @@ class PracticeJob(TrainingJob):
             took = self._elapsed() - started
             calls = calls or self._calls(draft, pieces[0].text, loss, width)
             texts = rows * len(pieces)
-            # With each text as much of earlier runs is learnt.
+            # Each text is accompanied by one of an earlier run.
             learning = calls.text_seconds * (1 + earlier)
             left = self._left() - learning * texts - calls.text_seconds * LOGGED_PASSES * logged
             further = max(int(left / (took + learning * rows * len(openings))), 0)
@@ -202,14 +204,14 @@ class PracticeJob(TrainingJob):
     # ------------------------------------------------------------------------------------------------------ training
 
     def _train(self, model: nn.Module, text: TargetText, loss: Distillation, calls: Calls) -> TrainReport:
-        """One pass over the text, or over as much of it as there is time for."""
+        """One pass over the text, or as much of it as time allows."""
         texts = len(text.tokens)
-        # Fewer texts make smaller steps.
+        # With fewer texts, steps are smaller.
         size = min(max(texts // STEPS, LEAST_BATCH), BATCH)
         accumulate = max(round(size / calls.rows), 1)
         step = calls.rows * accumulate
         steps = max(min(texts // step, int(self._left() / (step * calls.text_seconds))), 1)
-        log.info("%d steps of %d calls over %d texts; %d texts there", steps, accumulate, calls.rows, texts)
+        log.info("%d steps of %d calls over %d texts; %d texts available", steps, accumulate, calls.rows, texts)
         with recomputed_blocks(model, on=calls.recompute):
             return train(
                 model,
@@ -223,11 +225,11 @@ class PracticeJob(TrainingJob):
             )
 
     def _calls(self, model: nn.Module, text: TargetText, loss: Distillation, width: int) -> Calls:
-        """The calls of a training step: over as many texts as take CALL_SECONDS and fit into memory, up to BATCH. width: of the
-        logits. Raises TrainingOutOfMemory where there is no room for one text."""
+        """The calls of a training step: as many texts as take CALL_SECONDS and fit into memory, at most BATCH. width:
+        of the logits. Raises TrainingOutOfMemory when not even one text fits."""
         job = self.job
         shape = learning_shape(job.target, job.draft, width, job.training.practice_rank)
-        # The models are in memory already.
+        # The models are already in memory.
         shape = replace(shape, process=0, weights=0)
         plan = plan_run(shape, int(FREE_SHARE * left_of(job.memory)), batch=BATCH, length=LENGTH, shortest=LENGTH)
         gradient_of = nn.value_and_grad(model, loss)
@@ -235,7 +237,7 @@ class PracticeJob(TrainingJob):
         rows, weights = 1, model.trainable_parameters()
         while True:
             seconds = 0.0
-            # The first of its shape takes longer.
+            # The first call of each shape takes longer.
             for batch in islice(batches(text, rows, 2, 0), 2):
                 self._hold()
                 started = time.perf_counter()
@@ -249,7 +251,7 @@ class PracticeJob(TrainingJob):
             rows *= 2
 
     def _left(self) -> float:
-        """Seconds of the run's minutes."""
+        """Seconds left of the run's minutes."""
         return max(60 * self.practice.minutes - self._elapsed(), 0.0)
 
     def _hold(self) -> float:
@@ -258,12 +260,12 @@ class PracticeJob(TrainingJob):
         return paused
 
     def _elapsed(self) -> float:
-        """Seconds since the job began, without pauses."""
+        """Seconds since the start of the job, without pauses."""
         return time.perf_counter() - self._started - self._paused
 
 
 def cuts(prompts: Sequence[str], seed: int) -> list[str]:
-    """What user turns begin with: each prompt cut at CUTS places, so that the target goes on differently."""
+    """Openings of user turns: each prompt cut at CUTS positions, so that the target continues it differently."""
     rng = random.Random(seed)
     return [
         prompt[: max(1, int(len(prompt) * rng.uniform(SHORTEST_CUT, 1.0)))]
@@ -273,16 +275,16 @@ def cuts(prompts: Sequence[str], seed: int) -> list[str]:
 
 
 def general_openings(job: TrainJob) -> list[str]:
-    """What user turns of general text begin with: what they began with in the text that the draft was made from, where that is
-    known; else nothing, and the target begins by itself."""
+    """Openings of user turns in general text: those used in the text the draft was made from, if known; otherwise
+    empty, and the target starts freely."""
     folders = [job.draft, *([job.general.parent] if job.general is not None else [])]
     found = next((folder / OPENINGS for folder in folders if (folder / OPENINGS).is_file()), None)
     return found.read_text(encoding="utf-8").splitlines() if found is not None else []
 
 
 def packed(generations: Sequence[Generation]) -> TargetText:
-    """Logged texts one after another in rows of LENGTH tokens, the beginning of a longer one left out. What had to follow a
-    grammar is left out too: the target itself would have gone on differently."""
+    """Logged texts one after another in rows of LENGTH tokens; a longer text keeps its end. Text that had to follow a
+    grammar is left out, because the target alone would have continued differently."""
     texts = [
         ((*one.prompt.tokens, *one.output), [FORCED] * len(one.prompt.tokens) + [ANSWER] * len(one.output))
         for one in generations
@@ -300,8 +302,8 @@ def packed(generations: Sequence[Generation]) -> TargetText:
 
 
 def practice_bytes(target: nn.Module, folders: tuple[Path, Path], width: int, rank: int) -> int:
-    """Bytes that practice needs to go at a fair speed, a second copy of the target among them. folders: of target and draft.
-    width: of the target's logits. rank: of the adapter."""
+    """Bytes that practice needs for a reasonable speed, including a second copy of the target. folders: of target and
+    draft. width: of the target's logits. rank: of the adapter."""
     reduced = vocabulary.read(folders[1])
     shape = learning_shape(*folders, width if reduced is None else len(reduced), rank)
     learning = training_bytes(replace(shape, weights=0), rows=BATCH_ASIDE, length=LENGTH, recompute=False, chunk=0)
@@ -309,25 +311,26 @@ def practice_bytes(target: nn.Module, folders: tuple[Path, Path], width: int, ra
 
 
 def writing_rows(target: nn.Module, width: int, free: int, minutes: float) -> int:
-    """How many texts are written together. width: of the logits. free: bytes. minutes: of the run."""
+    """Number of texts written together. width: of the logits. free: bytes. minutes: of the run."""
     on_cpu = mx.default_device().type == mx.cpu
     most = min(MOST_ROWS_CPU, int(ROWS_A_MINUTE_CPU * minutes)) if on_cpu else MOST_ROWS
     return max(min(most, int(FREE_SHARE * free / _writing_bytes(target, width))), 1)
 
 
 def learning_shape(target: Path, draft: Path, width: int, rank: int) -> TrainingShape:
-    """What decides what a training step takes. width: of the logits, without OWN_IDS. rank: of the adapter."""
+    """The quantities that determine the memory of a training step. width: of the logits, without OWN_IDS. rank: of the
+    adapter."""
     shape = training_shape(target, draft, rank=rank, steps=UNROLLED)
     return with_logits(shape, vocabulary=width + OWN_IDS, copies=LOGITS_COPIES)
 
 
 def _writing_bytes(target: nn.Module, width: int) -> int:
-    """Of a text that is written: its keys and values, and three arrays as wide as the logits."""
+    """Bytes per text being written: its keys and values, and three arrays as wide as the logits."""
     return row_bytes(target, None).of(LENGTH) + 12 * width
 
 
 def _working_dtype(target: nn.Module) -> mx.Dtype:
-    """float32 on a CPU; elsewhere the target's own, bfloat16 for float32: several times as fast."""
+    """float32 on a CPU; otherwise the target's type, with bfloat16 instead of float32: several times as fast."""
     if mx.default_device().type == mx.cpu:
         return mx.float32
     dtypes = {array.dtype for _, array in named_arrays(target.parameters())} & {mx.float16, mx.bfloat16, mx.float32}

@@ -1,6 +1,6 @@
-"""Practice text on disk: what the target wrote while nothing was asked, a file for each piece.
+"""Practice text on disk: what the target wrote while the server was idle, in several files per run.
 
-`<target>/<run>-<fencing>-<number>-<kind>.npz` below the practice folder.
+Files: `<target>/<run>-<fencing>-<number>-<kind>.npz` below the practice folder.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from service.store.permissions import private_folder
 
 
 class Kind(StrEnum):
-    """LOG: its user turns begin like logged prompts. GENERAL: as in the text that the draft was made from, or freely."""
+    """LOG: user turns start like logged prompts. GENERAL: as in the text the draft was made from, or freely."""
 
     LOG = "log"
     GENERAL = "general"
@@ -28,7 +28,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text of one kind that a run wrote. seeds: ids of the logged generations that it may begin like."""
+    """One file of practice text of one kind. seeds: ids of the logged generations it may start like."""
 
     run: int
     kind: Kind
@@ -44,20 +44,20 @@ class PracticeText:
         self._folder = root / target
 
     def save(self, piece: Piece, fencing: int, number: int) -> None:
-        """Write a file, whole or not at all. number: of the run's pieces. Raises OSError."""
+        """Writes a file atomically. number: index within the run. Raises OSError."""
         private_folder(self._root)
         private_folder(self._folder)
         final = self._folder / f"{piece.run:08d}-{fencing}-{number:04d}-{piece.kind}.npz"
         scratch = final.with_name(f".{final.name}.part.npz")
         text, seeds = piece.text, np.array(piece.seeds, dtype=np.str_)
-        # With the seeds, what TargetText.load reads.
+        # TargetText's fields, plus the seeds.
         np.savez(scratch, tokens=text.tokens, role=text.role, temperature=text.temperature, seeds=seeds)
-        # An erasure removes all files here, this one too.
+        # A concurrent erasure removes all files, including this one.
         with suppress(FileNotFoundError):
             os.replace(scratch, final)
 
     def pieces(self, before: int | None = None) -> Iterator[Piece]:
-        """The pieces of earlier runs than `before` (None: of all), newest first. Files that cannot be read are passed over."""
+        """The files of runs before `before` (None: of all), newest first. Unreadable files are skipped."""
         for path in sorted(self._folder.glob("[0-9]*.npz"), reverse=True):
             run, _, _, kind = path.stem.split("-")
             if before is not None and int(run) >= before:
@@ -65,7 +65,7 @@ class PracticeText:
             try:
                 yield Piece(int(run), Kind(kind), TargetText.load(path), _seeds(path))
             except (OSError, EOFError, ValueError, KeyError, BadZipFile):
-                # Removed meanwhile, or damaged; empty after a loss of power.
+                # Removed in the meantime, damaged, or empty after a power loss.
                 continue
 
 
@@ -75,7 +75,7 @@ def _seeds(path: Path) -> tuple[str, ...]:
 
 
 def mixed(pieces: Sequence[Piece]) -> TargetText:
-    """The texts of both kinds, as many of each where there are, in the order given. Pieces have equal lengths."""
+    """The texts of both kinds in equal numbers if there are any of each, in the given order. All have equal lengths."""
     by_kind = [[piece.text for piece in pieces if piece.kind is kind] for kind in Kind]
     joined = [TargetText.joined(texts) for texts in by_kind if texts]
     rows = min(len(text.tokens) for text in joined)
@@ -83,6 +83,6 @@ def mixed(pieces: Sequence[Piece]) -> TargetText:
 
 
 def remove(root: Path) -> None:
-    """Remove all practice text below `root`, of every target, half-written files among it. Raises OSError."""
+    """Removes all practice text below `root`, for every target, including partial files. Raises OSError."""
     for path in root.glob("*/*.npz"):
         path.unlink(missing_ok=True)

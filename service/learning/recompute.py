@@ -1,4 +1,4 @@
-"""Gradient checkpointing: blocks that keep their input alone and compute their activations anew for the backward pass (Chen et
+"""Gradient checkpointing: blocks keep only their input and recompute their activations for the backward pass (Chen et
 al., arXiv 1604.06174)."""
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from mlx.nn.utils import checkpoint
 
 @contextmanager
 def recomputed_blocks(model: nn.Module, *, on: bool = True) -> Generator[None]:
-    """Inside, every block of the model recomputes its activations for the backward pass; values and gradients are the same.
+    """Within the context, every block of the model recomputes its activations for the backward pass; values and
+    gradients are the same.
 
-    A gradient that was taken inside leaves the blocks' trainable parameters replaced by arrays of its graph: set them again
+    A gradient taken inside leaves arrays of its graph in place of the blocks' trainable parameters: set them again
     before the next one. on: False changes nothing.
     """
     blocks = cast("list[nn.Module]", model.layers) if on else []

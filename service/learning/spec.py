@@ -1,4 +1,4 @@
-"""The job of a child process, which it receives as one line of JSON."""
+"""The job of a child process, received as one line of JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from service.settings import GateSettings, TrainingSettings
 
 @dataclass(frozen=True, slots=True)
 class Practice:
-    """folder: of practice text, this run's and earlier ones'. minutes: for writing and training."""
+    """folder: practice text of this and earlier runs. minutes: for writing and training."""
 
     folder: Path
     minutes: float
@@ -26,12 +26,12 @@ class Practice:
 class TrainJob:
     """Train one adapter on the texts that a run claimed, publish it, score it and its parent.
 
-    url: of the database. fencing: the run's token when the job was started. parent: folder of the adapter to train on top of,
-    None for the bare draft (parent_id 0). out: folder of adapter folders. general: file of the general set, None where there is
-    none. cache: folder of computed targets (see TargetCache). k: longest draft length to score at. practice: train on text
-    that the target writes; None: on what the run claimed. window: generations to learn from at least, see TrainingSettings.
-    own_texts_only: learn from what the run was claimed for and from nothing else, to find out whether that crashes. memory:
-    bytes that the process may take, which serving lends it; None: what is free.
+    url: of the database. fencing: the run's token at the start of the job. parent: folder of the adapter to train on,
+    None for the base draft (parent_id 0). out: root of the adapter folders. general: file of the general set, or None.
+    cache: folder of computed targets (see TargetCache). k: longest draft length to score at. practice: train on text
+    that the target writes; None: on the claimed texts. window: minimum number of generations to learn from, see
+    TrainingSettings. own_texts_only: learn only from the claimed texts, to find out whether they cause a crash. memory:
+    bytes lent by serving that the process may take; None: what is free.
     """
 
     url: str
@@ -56,8 +56,8 @@ class TrainJob:
 
 @dataclass(frozen=True, slots=True)
 class ScoreJob:
-    """Score several adapters on the same logged generations. adapters: id -> folder, None for the base draft. k: longest draft
-    length to score at. seconds: how long scoring may take where `gate.max_tokens` is not set."""
+    """Score several adapters on the same logged generations. adapters: id -> folder, None for the base draft. k:
+    longest draft length to score at. seconds: time for scoring if `gate.max_tokens` is not set."""
 
     url: str
     target: Path
@@ -75,7 +75,7 @@ JobSpec: TypeAlias = TrainJob | ScoreJob
 
 
 def parse(line: str) -> JobSpec:
-    """The job in a line of JSON. Raises TrainingFailed naming what is missing or wrong."""
+    """Parses a job from a line of JSON. Raises TrainingFailed naming what is missing or wrong."""
     try:
         spec = cast("dict[str, Any]", json.loads(line))
         training = TrainingSettings(**spec.get("training", {}))
@@ -113,7 +113,7 @@ def parse(line: str) -> JobSpec:
             )
     except (ValueError, KeyError, TypeError, AttributeError, ValidationError) as error:
         raise TrainingFailed(f"the job description is incomplete or wrong: {error!r}") from error
-    raise TrainingFailed(f"no such kind of job: {spec['kind']!r}")
+    raise TrainingFailed(f"unknown kind of job: {spec['kind']!r}")
 
 
 def _practice(value: Mapping[str, Any] | None) -> Practice | None:

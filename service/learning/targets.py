@@ -23,13 +23,13 @@ from service.store.log.rows import grammar_hash
 
 
 class TargetCache:
-    """Files with the targets of one text each, in a folder under `root` that is named after the target's fingerprint."""
+    """One file of targets per text, in a folder under `root` that is named after the target's fingerprint."""
 
     def __init__(self, root: Path, target: str) -> None:
         self.folder = root / target
 
     def load(self, generation: Generation) -> Targets | None:
-        """The targets of a generation's text and grammar; None when the file is missing, damaged, or of another length."""
+        """The targets of a generation's text and grammar; None when the file is missing, damaged or of another length."""
         try:
             with self._file(generation).open("rb") as file, np.load(file, allow_pickle=False) as stored:
                 targets = pack([stored["ids"]], [stored["logprobs"]], [stored["tail"]])
@@ -38,7 +38,7 @@ class TargetCache:
         return targets if targets.positions == len(generation.output) else None
 
     def store(self, generation: Generation, targets: Targets) -> None:
-        """Write to a temporary file, then rename it: a reader sees the whole file or none."""
+        """Writes to a temporary file, then renames it: a reader sees the whole file or none."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=self.folder, suffix=".part", delete=False) as file:
             try:
@@ -51,7 +51,7 @@ class TargetCache:
             except OSError:
                 Path(file.name).unlink(missing_ok=True)
                 raise
-        # An erasure removes all files here, this one too.
+        # A concurrent erasure removes all files, including this one.
         with suppress(FileNotFoundError):
             os.replace(file.name, self._file(generation))
 
@@ -63,7 +63,7 @@ class TargetCache:
 
 
 def remove_files(root: Path) -> None:
-    """Remove the files of every TargetCache under `root`, whatever text and target they are of. Raises OSError."""
+    """Removes the files of every TargetCache under `root`, for all texts and targets. Raises OSError."""
     for path in root.glob("*/*"):
         if path.suffix in {".npz", ".part"}:
             path.unlink(missing_ok=True)
@@ -77,10 +77,10 @@ def with_targets(
     masks: Masks = NO_MASKS,
     between: Callable[[], object] = lambda: None,
 ) -> list[Generation]:
-    """The same generations with targets: their own, the cache's, or computed now and stored in the cache.
+    """The same generations with targets: their own, those in the cache, or computed now and stored in the cache.
 
-    load_target: loads the target and the width of its logits; called only when the cache lacks some. masks: of answers that had
-    to follow a grammar. Generations without prompt or output, and those whose masks are not known, stay without.
+    load_target: loads the target and the width of its logits; called only if the cache lacks some. masks: of answers
+    that had to follow a grammar. Generations without prompt or output, or with unknown masks, stay without targets.
     """
     found = [g if g.targets is not None else replace(g, targets=cache.load(g)) for g in generations]
     able = {generation.id for generation in usable(generations, masks)}
@@ -104,9 +104,9 @@ def compute_targets(
     masks: Masks = NO_MASKS,
     between: Callable[[], object] = lambda: None,
 ) -> list[Targets]:
-    """The TOP_TARGETS largest log-probabilities and the tail mass at T = 1 at every output position, in one teacher-forced pass
-    of the target; over what the masks allow where an answer had to follow a grammar. vocabulary: width of the target's
-    logits."""
+    """The TOP_TARGETS largest log-probabilities and the tail mass at T = 1 at every output position, in one
+    teacher-forced pass of the target, restricted to the allowed tokens where an answer had to follow a grammar.
+    vocabulary: width of the target's logits."""
     texts = [(generation.prompt.tokens, generation.output) for generation in generations]
     parts: list[list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = [[] for _ in texts]
     text_masks = [masks.get(generation.id) for generation in generations]

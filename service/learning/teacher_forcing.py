@@ -22,9 +22,10 @@ from service.models.heads import ids_allowed, split, token_limit
 from service.models.padding import grouped, padded, padded_rows
 
 POSITIONS, LEAST_POSITIONS = 256, 16
-"""Positions whose logits exist at once, where memory allows, and at least."""
+"""Positions whose logits exist at once: normally, and at least."""
 _LOGITS_COPIES, _LOGITS_SHARE = 6, 0.25
-"""Float32 arrays as wide as the logits that exist while they are restricted and read; of free memory, their share at most."""
+"""Number of float32 arrays of the logits' size that exist while they are restricted and read; their maximum fraction of
+free memory."""
 NEVER = 2**31 - 1
 
 Text: TypeAlias = tuple[Sequence[int], Sequence[int]]
@@ -33,8 +34,8 @@ Text: TypeAlias = tuple[Sequence[int], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Logits at some output positions of some texts: logits[i], (n, V), is for token `position[i]` of the output of the text
-    with index `text[i]`. step: the draft step they are of, 0 the first."""
+    """Logits at some output positions of some texts: logits[i], (n, V), predicts token `position[i]` of the output of
+    the text with index `text[i]`. step: their draft step, 0 for the first."""
 
     text: list[int]
     position: list[int]
@@ -51,14 +52,14 @@ def response_logits(
     steps: int = 1,
     masks: Sequence[AnswerMasks | None] | None = None,
 ) -> Iterator[Span]:
-    """The logits at every output position of (prompt, output) pairs, prompts not empty, shorter texts first.
+    """The logits at every output position of (prompt, output) pairs with non-empty prompts, shorter texts first.
 
-    vocabulary: the target's width, to which logits are cut or extended by -inf, as when the engine drafts. between: called
-    before every model call. steps: draft steps to compute (see `draft_steps.step_count`). masks: of each text; logits are -inf
-    where a token is not allowed.
+    vocabulary: the target's width, to which logits are cut or extended by -inf, as when the engine drafts. between:
+    called before every model call. steps: draft steps to compute (see `draft_steps.step_count`). masks: of each text;
+    logits are -inf where a token is not allowed.
 
-    A model with a reduced vocabulary proposes the ids in it and those that its text has shown before the position, as when it
-    serves; all others are -inf.
+    A model with a reduced vocabulary proposes its ids and those that occurred in the text before the position, as when
+    serving; all others are -inf.
     """
     masks = [None] * len(texts) if masks is None else masks
     parts, limit = split(model), token_limit(model)
@@ -85,7 +86,7 @@ def response_logits(
 
 
 def positions_at_once(vocabulary: int, free: int) -> int:
-    """Positions whose logits exist at once: POSITIONS, or half as many until they take a small share of `free` bytes.
+    """Positions whose logits exist at once: POSITIONS, halved until they take a small fraction of `free` bytes.
     vocabulary: width of the logits."""
     positions = POSITIONS
     while positions > LEAST_POSITIONS and _LOGITS_SHARE * free < _LOGITS_COPIES * 4 * vocabulary * positions:
@@ -94,13 +95,13 @@ def positions_at_once(vocabulary: int, free: int) -> int:
 
 
 def _inputs(texts: Sequence[Text], limit: int | None) -> list[Ints]:
-    """What the model reads of each text. limit: ids from here on have no embedding and become the last one that has."""
+    """The model's input for each text. limit: ids from here on have no embedding and are replaced by the last one that has."""
     read = [np.array([*prompt, *output[:-1]], dtype=np.int32) for prompt, output in texts]
     return read if limit is None else [np.minimum(tokens, limit - 1) for tokens in read]
 
 
 def _restrict(logits: mx.array, proposable: mx.array | None, legal: mx.array | None, vocabulary: int) -> mx.array:
-    """Logits (n, vocabulary), -inf where a token may not be proposed or is not allowed."""
+    """Logits (n, vocabulary), -inf where a token cannot be proposed or is not allowed."""
     logits = logits.astype(mx.float32)
     if proposable is not None:
         logits = mx.where(proposable, logits, -float("inf"))
@@ -111,7 +112,7 @@ def _restrict(logits: mx.array, proposable: mx.array | None, legal: mx.array | N
 
 
 class _Group:
-    """Texts of one model call. positions: (row, text, output position) of every output token. at: their indices into the
+    """Texts of one model call. positions: (row, text, output position) of every output token. at: indices into the
     flattened hidden states that predict them."""
 
     def __init__(
@@ -130,7 +131,7 @@ class _Group:
         self.masks = stack_masks(masks)
 
     def proposable(self, chosen: slice) -> mx.array | None:
-        """(n, width) ids of the reduced vocabulary and those seen before each position; None where the head is whole."""
+        """(n, width) ids of the reduced vocabulary and those seen before each position; None for a full head."""
         if self.first_seen is None:
             return None
         rows = mx.array([row for row, _, _ in self.positions[chosen]])
@@ -138,7 +139,7 @@ class _Group:
         return mx.array(cast("Any", self.in_vocabulary)) | (self.first_seen[rows] < before[:, None])
 
     def legal(self, chosen: slice, vocabulary: int) -> mx.array | None:
-        """(n, vocabulary) ids that the answers' masks allow; None where no text has masks."""
+        """(n, vocabulary) ids that the answers' masks allow; None if no text has masks."""
         if self.masks is None:
             return None
         words, at_position = self.masks
@@ -148,14 +149,16 @@ class _Group:
 
 
 def _first_seen(texts: Sequence[Text], width: int) -> NDArray[np.int32]:
-    """(texts, width): the position in its text at which each id occurs first; NEVER where it does not.
+    """(texts, width): the position at which each id first occurs in its text; NEVER if it does not.
 
-    Once a call: a boolean for every id at every position takes the host longer than an accelerator takes for the model.
+    Computed once per call: a boolean for every id at every position would take the host longer than an accelerator
+    needs for the model.
     """
     found = np.full((len(texts), width), NEVER, dtype=np.int32)
     for row, (prompt, output) in zip(found, texts, strict=True):
         tokens = np.array([*prompt, *output], dtype=np.int64)
-        # A wider target's ids may lie beyond the draft's head. Backwards, so that an id's first position is written last.
+        # A wider target's ids may exceed the draft's head. Written backwards, so that an id's first position is written
+        # last.
         places = np.flatnonzero(tokens < width)[::-1]
         row[tokens[places]] = places
     return found

@@ -1,4 +1,4 @@
-"""Which texts a run learns from: new ones, and older ones that are replayed so that it does not forget (docs/learning.md, "What
+"""Selects the texts of a run: new ones, and older ones that are replayed to prevent forgetting (docs/learning.md, "What
 a run learns from")."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from service.store.log.rows import id_bytes
 from service.store.log.sampler import Text, capped, text
 
 COVERED = 0.1
-"""Share of the new texts from which on a domain needs no replay."""
+"""Fraction of the new texts above which a domain needs no replay."""
 
 
 def training_texts(
@@ -24,9 +24,9 @@ def training_texts(
     reservoir: Callable[[int], Sequence[Generation]],
     seed: int,
 ) -> list[Generation]:
-    """The texts of a run: the new ones in the order given, then the replayed ones, each part bounded by `cap_shares`.
+    """The texts of a run: the new ones in the given order, then the replayed ones, each part limited by `cap_shares`.
 
-    share: replayed texts as a share of all; 1: nothing but replayed ones. general, reservoir, seed: see `replay`.
+    share: replayed texts as a fraction of all; 1: only replayed texts. general, reservoir, seed: see `replay`.
     """
     new = cap_shares(new)
 
@@ -45,11 +45,11 @@ def replay(
     reservoir: Callable[[int], Sequence[Generation]],
     seed: int,
 ) -> list[Generation]:
-    """Which texts to replay with `new`, none of them new.
+    """The texts to replay with `new`; none of them is new.
 
-    Domains that make less than COVERED of the new texts get equal parts, and so does the general set; where one has too few
-    texts the others give more. reservoir(n): n stored generations in any order, drawn uniformly over domains. seed: of the
-    order in which a domain's texts are taken.
+    Domains that make up less than COVERED of the new texts get equal parts, and so does the general set; if one has too
+    few texts, the others contribute more. reservoir(n): n stored generations in any order, drawn uniformly over
+    domains. seed: of the order in which a domain's texts are taken.
     """
     count = replay_count(len(new), share)
     if count == 0:
@@ -65,26 +65,26 @@ def replay(
 
 
 def replay_count(new: int, share: float) -> int:
-    """How many texts to replay with `new` new ones, so that they are `share` of all. With a share of 1 no new text is used:
-    as many replayed ones take their place."""
+    """Number of texts to replay with `new` new ones so that they are `share` of all. With a share of 1 no new text is
+    used and the same number of replayed ones takes their place."""
     return new if share >= 1.0 else round(new * share / (1.0 - share))
 
 
 def cap_shares(generations: Sequence[Generation]) -> list[Generation]:
-    """Each text once, and of every client and template no more than its share (`sampler.capped`), in the order given."""
+    """Each text once, and of every client and template at most its share (`sampler.capped`), in the given order."""
     selected = {one.id for one in capped([as_text(g, str(i)) for i, g in enumerate(generations)])}
     return [g for i, g in enumerate(generations) if str(i) in selected]
 
 
 Domain = tuple[str | None, str | None]
-"""A client's tag, and the kind of a prompt that came without: together they name a reservoir."""
+"""A client's tag, or the kind of an untagged prompt: together they identify a reservoir."""
 
 
 def _uncovered(
     stored: Sequence[Generation], new: Sequence[Generation], *, has_general: bool
 ) -> dict[Domain, list[Generation]]:
-    """Stored texts that are not new, by domain. Where a general set can take their place, without the domains that the new
-    texts cover."""
+    """Stored texts that are not new, by domain. If a general set can replace them, the domains that the new texts cover
+    are left out."""
     known = {generation.id for generation in new}
     counts = Counter(_domain(generation) for generation in new)
     covered = {domain for domain, n in counts.items() if has_general and n >= COVERED * len(new)}
@@ -100,7 +100,7 @@ def _domain(generation: Generation) -> Domain:
 
 
 def as_text(generation: Generation, name: str | None = None) -> Text:
-    """What the sampler needs to know of a generation. name: another than its id."""
+    """What the sampler needs to know about a generation. name: replaces its id."""
     prompt = generation.prompt
     return text(
         name or generation.id,

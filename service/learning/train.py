@@ -1,7 +1,7 @@
-"""The training loop, for a draft with LoRA layers as for a whole model: AdamW with gradient clipping, accumulation, and skipped
-batches where the loss or a gradient is not finite.
+"""The training loop, for a draft with LoRA layers or a whole model: AdamW with gradient clipping and accumulation.
+Batches whose loss or gradient is not finite are skipped.
 
-Batches and the loss come from outside. Every micro-batch is evaluated at once, so that memory stays flat.
+Batches and the loss are passed in. Every micro-batch is evaluated at once, so that memory use stays constant.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ log = logging.getLogger(__name__)
 
 MAX_SKIPPED_SHARE = 0.1
 MIN_SKIPPED = 3
-"""A run fails with more than this share of its planned batches without a finite loss and gradient, and at least so many."""
+"""A run fails when more than this fraction of its planned batches, and at least MIN_SKIPPED, have no finite loss and
+gradient."""
 _MOST_HALVINGS = 2
-"""How often a run that runs out of memory goes on with half the texts in a micro-batch."""
+"""How often a run that runs out of memory halves the number of texts in a micro-batch."""
 _LAST_LOSSES = 8
-"""Losses at the end of a run whose mean is reported."""
+"""Number of losses at the end of a run whose mean is reported."""
 _MAX_RATIO, _MARGIN = 1.1, 0.05
-"""The best validation loss may be this many times the first one, and so many nats more."""
+"""Limit of the best validation loss: this many times the first one plus this many nats."""
 
 
 class Minibatch(Protocol):
-    """What the training loop needs of a batch."""
+    """A batch as the training loop needs it."""
 
     @property
     def count(self) -> int:
@@ -52,7 +53,7 @@ class Minibatch(Protocol):
 
     @property
     def loss_weight(self) -> float:
-        """What the loss is a mean over, as a sum of weights."""
+        """Total weight that the loss is a mean over."""
         ...
 
     def split(self, rows: int) -> Sequence[Self]:
@@ -65,11 +66,11 @@ B = TypeVar("B", bound=Minibatch)
 
 @dataclass(frozen=True, slots=True)
 class Optimiser:
-    """AdamW with linear warm-up, then cosine to 0.
+    """AdamW with linear warm-up, then cosine decay to 0.
 
-    steps: updates planned in all (see `update_count`). warmup: share of them. clip: largest global gradient norm.
-    accumulate: batches averaged into one update, by the weight of their losses. epoch: batches of one epoch, at whose end the
-    remainder is applied (None: only at the end of the run).
+    steps: total number of planned updates (see `update_count`). warmup: fraction of them. clip: largest global gradient
+    norm. accumulate: batches averaged into one update, weighted like their losses. epoch: batches per epoch, after
+    which the remainder is applied (None: only at the end of the run).
     """
 
     learning_rate: float
@@ -96,11 +97,11 @@ def update_count(epoch: int, epochs: int, accumulate: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TrainReport:
-    """What a run did. steps: updates. skipped: batches with NaN or infinity in loss or gradient. empty: batches with nothing to
-    learn.
+    """The result of a run. steps: updates. skipped: batches with NaN or infinity in loss or gradient. empty: batches
+    without anything to learn.
 
     loss: mean of the last losses. losses: one per update. validations: (updates done, loss), the first before training.
-    best_step: updates after which the model had the weights it has now. seconds: without pauses.
+    best_step: number of updates after which the model had its current weights. seconds: without pauses.
     """
 
     steps: int
@@ -128,17 +129,18 @@ def train(
     ranks: Ranks | None = None,
     rows: int | None = None,
 ) -> TrainReport:
-    """Train the model's trainable parameters in place on `batches`, which are iterated once.
+    """Trains the model's trainable parameters in place on `batches`, which are iterated once.
 
-    loss_fn: returns the mean over a batch as a scalar, 0 for a batch without anything to learn. hold: called before every
-    micro-batch, to wait in; returns the seconds that are no part of the run. validate: returns a loss; called before the first
-    update, every `validate_every` updates and at the end. The model gets the weights of its lowest validation loss after the
-    first. ranks: the processes that train together, each with equally many batches, from the same weights. rows: texts that
-    are computed at a time; a larger batch is computed in micro-batches, to the same loss and gradient. None: whole batches.
-    Where memory runs out the run goes on with half of that, twice at most.
+    loss_fn: returns the mean over a batch as a scalar, 0 for a batch without anything to learn. hold: called before
+    every micro-batch, may wait; returns the seconds that do not count as part of the run. validate: returns a loss;
+    called before the first update, every `validate_every` updates and at the end. The model ends with the weights of
+    its lowest validation loss after the first. ranks: processes that train together, each with the same number of
+    batches, from the same weights. rows: texts computed at a time; a larger batch is split into micro-batches with the
+    same total loss and gradient. None: whole batches. When memory runs out, the run continues with half of that, at
+    most twice.
 
-    Leaves the model in eval mode. Raises TrainingFailed when too many batches are not finite, when the validation loss rose,
-    when no batch had anything to learn, or when weights are not finite at the end.
+    Leaves the model in eval mode. Raises TrainingFailed when too many batches are not finite, the validation loss rose,
+    no batch had anything to learn, or weights are not finite at the end.
     """
     run = _Run(model, optimiser, on_progress)
     micro = _MicroBatches(model, loss_fn, hold, rows)
@@ -174,14 +176,14 @@ def train(
 
 @dataclass(slots=True)
 class _WeightedSum:
-    """Losses and gradients of several batches, each times its weight."""
+    """Losses and gradients of several batches, each multiplied by its weight."""
 
     gradients: Gradients | None = None
     loss: float = 0.0
     weight: float = 0.0
 
     def add(self, gradients: Gradients, loss: float, weight: float) -> None:
-        """Add those of one batch. Evaluates the sum, so that its terms are freed."""
+        """Adds those of one batch. Evaluates the sum, so that its terms are freed."""
         scaled: Gradients = tree_map(lambda g: g * weight, gradients)
         self.gradients = scaled if self.gradients is None else tree_map(mx.add, self.gradients, scaled)
         mx.eval(self.gradients)
@@ -189,7 +191,7 @@ class _WeightedSum:
         self.weight += weight
 
     def mean(self) -> tuple[Gradients, float]:
-        """Their weighted means; zeros where no batch had any weight. There must be one batch."""
+        """Their weighted means; zeros if no batch had any weight. At least one batch is required."""
         assert self.gradients is not None
         weight = self.weight or 1.0
         return tree_map(lambda g: g / weight, self.gradients), self.loss / weight
@@ -197,7 +199,7 @@ class _WeightedSum:
 
 @dataclass(slots=True)
 class _Pending:
-    """What the batches since the last update add up to. batches: how many there were, unusable ones included."""
+    """Accumulated batches since the last update. batches: their number, unusable ones included."""
 
     sum: _WeightedSum = field(default_factory=_WeightedSum)
     batches: int = 0
@@ -222,7 +224,7 @@ class _MicroBatches(Generic[B]):
         return paused
 
     def gradient(self, batch: B) -> tuple[mx.array, Gradients]:
-        """The loss and its gradient, evaluated. Raises what MLX raises where memory runs out for one text, and after
+        """The loss and its gradient, evaluated. Raises MLX's error when memory runs out with one text, or after
         _MOST_HALVINGS."""
         while True:
             try:
@@ -231,10 +233,10 @@ class _MicroBatches(Generic[B]):
                 rows = min(self.rows or batch.rows, batch.rows)
                 if not is_out_of_memory(error) or rows < 2 or self._halvings == _MOST_HALVINGS:
                     raise
-                log.warning("memory ran out with %d texts at a time; going on with %d", rows, rows // 2)
+                log.warning("out of memory with %d texts at a time; continuing with %d", rows, rows // 2)
                 self.rows = rows // 2
                 self._halvings += 1
-            # Outside the handler: the error's traceback holds the arrays of what failed.
+            # Outside the handler: the error's traceback holds the arrays of the failed attempt.
             gc.collect()
             mx.clear_cache()
 
@@ -244,7 +246,7 @@ class _MicroBatches(Generic[B]):
         total = _WeightedSum()
         for part in batch.split(self.rows):
             loss, gradients = self._of(part)
-            # A part with nothing to learn adds nothing.
+            # A part without anything to learn adds nothing.
             total.add(gradients, number(loss), part.loss_weight)
         mean, loss = total.mean()
         return mx.array(loss), mean
@@ -256,7 +258,7 @@ class _MicroBatches(Generic[B]):
             loss, gradients = self._gradient_of(self.model, batch)
             mx.eval(loss, gradients)
         finally:
-            # Blocks that recompute their activations are left with arrays of the graph.
+            # Blocks that recompute their activations still hold arrays of the graph.
             self.model.update(weights)
         return loss, gradients
 
@@ -282,7 +284,7 @@ class _Run:
         return time.perf_counter() - self.started - self.paused
 
     def add(self, loss: float, norm: float, gradients: Gradients, weight: float) -> None:
-        """Add one batch to the next update, or count it as unusable. Raises TrainingFailed when too many were."""
+        """Adds one batch to the next update, or counts it as unusable. Raises TrainingFailed when too many are."""
         self.pending.batches += 1
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self.skipped += 1
@@ -292,13 +294,13 @@ class _Run:
                     f"{self.skipped} of {planned} steps had NaN or infinite losses or gradients (the last: loss {loss})"
                 )
         elif norm == 0.0:
-            # A batch whose mask is empty has no gradient at all; averaging it in would only shrink the others'.
+            # A batch with an empty mask has no gradient; including it would only shrink the average.
             self.empty += 1
         else:
             self.pending.sum.add(gradients, loss, weight)
 
     def update(self) -> None:
-        """Apply the mean of the pending gradients, and report progress."""
+        """Applies the mean of the pending gradients and reports progress."""
         total, self.pending = self.pending.sum, _Pending()
         loss = None
         if total.gradients is not None:
@@ -352,21 +354,21 @@ class _Validation:
         self.best: tuple[float, int, Any] | None = None
 
     def check(self, step: int) -> None:
-        """Measure after `step` updates, unless that was done already."""
+        """Measures after `step` updates, unless that was already done."""
         if self.validate is None or (self.losses and self.losses[-1][0] == step):
             return
         self.model.eval()
         loss = self.validate()
         self.model.train()
         self.losses.append((step, loss))
-        # The initial weights are measured for comparison only: whether training improved on them is the gate's decision.
+        # The initial weights are measured only for comparison: the gate decides whether training improved on them.
         if step and math.isfinite(loss) and (self.best is None or loss <= self.best[0]):
             # Arrays are immutable and updates replace them: a snapshot is a set of references.
             self.best = (loss, step, self.model.trainable_parameters())
 
     def restore_best(self, step: int) -> int:
-        """Give the model the best weights, and return after how many updates it had them; `step` without validation. Raises
-        TrainingFailed when the validation loss rose."""
+        """Restores the best weights and returns after how many updates the model had them; `step` without validation.
+        Raises TrainingFailed when the validation loss rose."""
         if self.losses:
             first, best = self.losses[0][1], self.best[0] if self.best is not None else math.nan
             if not best <= first * _MAX_RATIO + _MARGIN:

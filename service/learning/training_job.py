@@ -1,4 +1,5 @@
-"""A `train` job: choose the texts, train an adapter on them, publish its folder, score it and its parent on held-out texts."""
+"""A `train` job: chooses the texts, trains an adapter on them, publishes its folder, scores it and its parent on
+held-out texts."""
 
 from __future__ import annotations
 
@@ -59,8 +60,8 @@ CANDIDATE = "candidate"
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """A draft with its trained adapter. vocabulary: the reduced vocabulary that it serves with; None: the head is whole.
-    skipped: texts that could not be learnt from."""
+    """A draft with its trained adapter. vocabulary: the reduced vocabulary it serves with; None: full head. skipped:
+    number of unusable texts."""
 
     draft: Loaded
     shape: lora.Shape
@@ -70,7 +71,7 @@ class Learnt:
 
 
 class TrainingJob:
-    """Does a `train` job and sends messages about it; rows are written by the parent."""
+    """Performs a `train` job and reports on it by messages; the parent writes the rows."""
 
     def __init__(self, job: TrainJob, channel: Channel, database: Database) -> None:
         self.job = job
@@ -80,7 +81,7 @@ class TrainingJob:
         self.grammars = cache(partial(load_grammars, job))
 
     def run(self) -> None:
-        """Sends texts, progress, candidate, scores. Raises RedraftError."""
+        """Sends texts, progress, candidate and scores. Raises RedraftError."""
         self._check_current()
         learnt = self._learn()
         folder, sha256 = self._publish(learnt.draft.model, learnt.shape, learnt.vocabulary)
@@ -102,23 +103,23 @@ class TrainingJob:
             hold=self.channel.hold,
         )
         if isinstance(draft.model, eagle.Model):
-            # Room for those of the texts that are scored.
+            # Makes room for the features of the texts to be scored.
             draft.model.clear_features()
         return Learnt(draft, shape, reduced, report, skipped=sum(data.skipped.values()))
 
     def _check_current(self) -> None:
-        """A run that was given up or started anew must not publish."""
+        """A run that was lost or restarted must not publish."""
         row = Runs(self.database).get(self.job.run)
         if row.fencing != self.job.fencing or row.state.over:
-            raise TrainingFailed(f"run {self.job.run} is no longer this process's: its fencing token changed")
+            raise TrainingFailed(f"run {self.job.run} no longer belongs to this process: its fencing token has changed")
 
     def _choose_texts(self) -> list[Generation]:
-        """What the run learns from. Sends which of it is in the window and which is replayed."""
+        """Selects the texts of the run, and reports which of them are in the window and which are replayed."""
         job, provenance = self.job, self.job.provenance
         replay, logged = Replay(self.database), TrainingTexts(self.database)
         claimed = logged.claimed(job.run)
         if job.own_texts_only:
-            # No text is left out, so that surviving them says something about each.
+            # No text is left out, so that success clears every one of them.
             again = logged.claimed_again(job.run)
             self.channel.send("texts", {"window": [generation.id for generation in again], "replay": []})
             return [*claimed, *again]
@@ -134,19 +135,19 @@ class TrainingJob:
         replayed = ids - window - {generation.id for generation in claimed}
         self.channel.send("texts", {"window": sorted(ids & window), "replay": sorted(replayed)})
         log.info(
-            "%d generations: of %d new ones, %d before them, and replayed ones", len(texts), len(claimed), len(earlier)
+            "%d generations: of %d new ones, %d earlier ones, and replayed ones", len(texts), len(claimed), len(earlier)
         )
         return texts
 
     def _data(self) -> tuple[Dataset, TrainingPlan, list[tuple[int, ...]]]:
-        """The examples, how they are trained on, and the tokens of each text, prompt included. The texts themselves, with the
-        target's distributions, are not held while the draft is trained. Raises TrainingFailed."""
+        """The examples, the plan for training on them, and the tokens of each text, prompt included. The texts
+        themselves, with the target's distributions, are not kept during training. Raises TrainingFailed."""
         texts = self._choose_texts()
         data, plan = self._dataset(texts)
         return data, plan, [(*text.prompt.tokens, *text.output) for text in texts]
 
     def _dataset(self, texts: Sequence[Generation]) -> tuple[Dataset, TrainingPlan]:
-        """Examples of a length that fits into memory, and the plan by which they do."""
+        """Examples short enough to fit into memory, and the matching plan."""
         job = self.job
         masks = answer_masks(texts, self.grammars)
         complete = with_targets(
@@ -156,7 +157,7 @@ class TrainingJob:
             masks=masks,
             between=self.channel.hold,
         )
-        # The target that computed missing distributions is gone: its memory is free.
+        # The target that computed missing distributions is no longer loaded: free its memory.
         mx.clear_cache()
 
         def examples(max_length: int) -> Dataset:
@@ -170,7 +171,7 @@ class TrainingJob:
 
         data = examples(job.training.max_length)
         if not data.examples:
-            raise TrainingFailed(f"no example to learn from: {data.skipped or 'the run claimed nothing'}")
+            raise TrainingFailed(f"no example to learn from: {data.skipped or 'the run claimed no text'}")
         plan = self._plan(data)
         if plan.length < data.longest:
             data = examples(plan.length)
@@ -178,21 +179,21 @@ class TrainingJob:
         return data, plan
 
     def _plan(self, data: Dataset) -> TrainingPlan:
-        """How the run computes its steps in the memory that is free. Raises TrainingOutOfMemory."""
+        """How the run computes its steps in the free memory. Raises TrainingOutOfMemory."""
         job = self.job
         shape = training_shape(job.target, job.draft, rank=self._rank(job.training.rank))
         free = free_for_training(job.training, job.memory)
         plan = plan_run(shape, free, batch=job.training.batch_size, length=padded(data.longest))
-        log.info("steps of %s; they take %.1f GiB of %.1f", plan, plan.peak_bytes / 2**30, free / 2**30)
+        log.info("steps of %s; they take %.1f of %.1f GiB", plan, plan.peak_bytes / 2**30, free / 2**30)
         return plan
 
     def _rank(self, rank: int) -> int:
-        """This rank, or the parent's where that is higher."""
+        """The requested rank, or the parent's if that is higher."""
         job = self.job
         return rank if job.parent is None else max(rank, lora.read(job.parent, job.provenance.draft)[0].rank)
 
     def _wrap(self, model: nn.Module, rank: int) -> lora.Shape:
-        """Add LoRA of this rank, or of the parent's where that is higher."""
+        """Adds LoRA of this rank, or of the parent's if that is higher."""
         job = self.job
         shape = lora.wrap(model, rank=self._rank(rank), scale=job.training.scale, seed=job.run)
         if job.parent is not None:
@@ -200,8 +201,8 @@ class TrainingJob:
         return shape
 
     def _reduced_vocabulary(self, draft: Loaded, texts: Sequence[Sequence[int]]) -> list[int] | None:
-        """The parent's reduced vocabulary, ids of the training texts moved to its front; None: the head is whole. texts: token
-        ids with their prompts, since answers repeat words of these."""
+        """The parent's reduced vocabulary with the ids of the training texts moved to the front; None: full head.
+        texts: token ids with their prompts, because answers repeat words of these."""
         parent = serving_vocabulary(self.job, self.job.parent)
         if parent is None:
             return None
@@ -211,7 +212,7 @@ class TrainingJob:
         self.channel.send("progress", asdict(progress))
 
     def _publish(self, model: nn.Module, shape: lora.Shape, reduced: list[int] | None) -> tuple[Path, str]:
-        """Write the adapter's folder. Returns it and its sha256."""
+        """Writes the adapter's folder. Returns it and its sha256."""
         job = self.job
         final = job.out / folder_name(job.run, job.fencing)
         scratch = job.out / f".{final.name}.part"
@@ -248,7 +249,7 @@ class TrainingJob:
         return held_out(Generations(self.database), job.provenance, limit=job.gate.max_prompts, run=job.run)
 
     def _score(self, learnt: Learnt) -> None:
-        """Score the candidate, then its parent and the base draft, and send the scores."""
+        """Scores the candidate, then its parent and the base draft, and sends the scores."""
         job, draft = self.job, learnt.draft
         drawn = self._held_out()
         masks = answer_masks(drawn, self.grammars)
@@ -267,12 +268,10 @@ class TrainingJob:
             vocabulary=width,
             between=self.channel.hold,
         )
-        # The golden set guards every gate alike, so its texts come first; it may take half.
+        # The golden set guards every gate equally, so its texts come first, with at most half of the budget.
         golden = within_budget(golden, budget // 2, seed=0)
         logged = within_budget(logged, budget - sum(map(token_count, golden)), seed=job.run)
-        log.info(
-            "%d of %d held-out texts are scored, %d tokens at most for each adapter", len(logged), len(drawn), budget
-        )
+        log.info("scoring %d of %d held-out texts, at most %d tokens per adapter", len(logged), len(drawn), budget)
 
         def score_as(name: str) -> None:
             for found, texts in ((scores, logged), (golden_scores, golden)):
@@ -305,9 +304,9 @@ def fit_adapter(
     on_progress: Callable[[Progress], None],
     hold: Callable[[], float],
 ) -> TrainReport:
-    """Train a wrapped model in place by the run's settings. plan: how its steps are computed. hold: called before every
-    micro-batch, of training and of validation, to wait in; returns the seconds that are no part of the run. Raises
-    TrainingFailed."""
+    """Trains a wrapped model in place with the run's settings. plan: how its steps are computed. hold: called before
+    every micro-batch of training and validation, may wait; returns the seconds that do not count as part of the run.
+    Raises TrainingFailed."""
     loss = TargetDivergence(model, chunk=plan.chunk)
     learnt, validation = set_aside(examples)
     per_epoch = -(-len(learnt) // training.batch_size)

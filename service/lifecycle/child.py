@@ -1,4 +1,4 @@
-"""A child process at work: its messages so far, its pauses, and its end."""
+"""A running child process: its messages, its pauses and its end."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Pause(StrEnum):
 
 
 class Child:
-    """One job of a child process. `poll` fills `inbox`; its reader takes a message off only after handling it, so that a
-    failure to handle it (the database is away) loses nothing. The last message is always an Ending, and then the job has
-    ended. timer: seconds since some moment; the usual one stands still while the machine sleeps."""
+    """One job of a child process. `poll` fills `inbox`. The reader removes a message only after handling it, so that a
+    failure (the database is unavailable) loses nothing. The last message is always an Ending; the job has then ended.
+    timer: a monotonic time in seconds; the default stands still while the machine sleeps."""
 
     def __init__(self, handle: JobHandle, timer: Callable[[], float] = time.monotonic) -> None:
         self.inbox: deque[Message] = deque()
@@ -39,7 +39,7 @@ class Child:
         self._paused_since: float | None = None
         self._paused_before = 0.0
         self.throttled = 0.0
-        """For how many seconds it says that it was throttled."""
+        """Seconds for which the child reports that it was throttled."""
         self._reasons: set[Pause] = set()
         self._lock = threading.Lock()
 
@@ -50,20 +50,20 @@ class Child:
 
     @property
     def ended(self) -> bool:
-        """Its job has ended; messages may be left in `inbox`."""
+        """Whether its job has ended; messages may be left in `inbox`."""
         return self._ended
 
     @property
     def over(self) -> bool:
-        """It has ended and all of its messages have been handled."""
+        """Whether it has ended and all of its messages have been handled."""
         return self._ended and not self.inbox
 
     def poll(self, limit_seconds: float) -> None:
-        """Receive what it has written since the last call. It may work for `limit_seconds`, then it is killed: time for which
-        it is paused or throttled does not count."""
+        """Receives new messages. The child is killed after `limit_seconds` of work; paused and throttled time does not
+        count."""
         if self._ended:
             return
-        code = self._handle.exit_code()  # before the messages: what was written before the exit is then surely read
+        code = self._handle.exit_code()  # before the messages, so that everything written before the exit is read
         try:
             for message in [parse(message) for message in self._handle.poll()]:
                 if isinstance(message, Throttled):
@@ -89,7 +89,8 @@ class Child:
         self.stop()
 
     def pause(self, reason: Pause, on: bool) -> None:
-        """Set or clear one reason to pause, from any thread: it pauses while there is any. Sends only what is new."""
+        """Sets or clears one reason to pause, from any thread. The child pauses while there is any reason; only changes
+        are sent."""
         with self._lock:
             if on:
                 self._reasons.add(reason)
@@ -103,7 +104,7 @@ class Child:
             self._handle.pause(paused)
 
     def fail(self, state: RunState, reason: str) -> None:
-        """End the job before it is done: its last message is a failure with this reason."""
+        """Ends the job early: its last message becomes a failure with this reason."""
         if not self._ended:
             self.inbox.append(Failed(reason, state))
             self.stop()
@@ -112,16 +113,16 @@ class Child:
         return self._paused_before + (self._timer() - self._paused_since if self._paused_since is not None else 0.0)
 
     def stop(self) -> None:
-        """End the job, whatever it does. Idempotent: its process may do another by then."""
+        """Ends the job, whatever it is doing. Idempotent: its process may have another job by then."""
         if not self._ended:
             self._ended = True
             self._handle.stop(GRACE_SECONDS)
 
 
 def exit_failure(code: int) -> Failed:
-    """Why a process ended that sent no last message. code: its exit code, or the signal that ended it as a negative number."""
+    """The failure of a process that sent no last message. code: its exit code, or the negative number of the signal."""
     if code == -signal.SIGKILL:
-        # Nobody else sends it: `stop` does only after the ending is known.
+        # Only the system sends SIGKILL here: `stop` sends it only after the ending is known.
         return Failed("the child was killed, as the system does when memory is short", RunState.OUT_OF_MEMORY)
     if -code in _ENDING_SIGNALS:
         return Failed(f"the child was ended by {signal.Signals(-code).name}", RunState.ENDED)

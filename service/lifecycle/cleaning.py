@@ -1,4 +1,4 @@
-"""Retention: old generations, and the files of adapters that will not serve again."""
+"""Retention of generations and of adapter files that are no longer needed."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from service.store.artifacts import remove_folder, sweep
 log = logging.getLogger(__name__)
 
 SWEEP_GRACE_SECONDS = 86_400.0
-"""How long a folder is left alone that no row knows, where another process may be about to name it."""
+"""Minimum age of a folder without a row before it is deleted: another process may be about to register it."""
 
 
 def clean(context: LifecycleContext, *, child_under_way: bool) -> None:
-    """Delete generations beyond what the log may hold, in the background; targets and practice text that are too old or too
-    many; and the folders of adapters that will not serve again, or that no row names. Folders are deleted only while nothing
-    trains, because a new one may be about to be named. Folders of other databases look the same: a shared root has a grace
-    period."""
+    """Deletes generations beyond the log's limits (in the background), old or excess targets and practice text, and the
+    folders of adapters that will not serve again or that no row names. Folders are deleted only while nothing trains,
+    because a new folder may be about to be registered. Folders of other databases look the same, so a shared root has a
+    grace period."""
     stores, rules = context.stores, context.rules
     before = None if rules.max_days is None else context.database_now() - timedelta(days=rules.max_days)
     purge = stores.generations.purge(rules.max_generations, before=before, max_bytes=rules.max_bytes)
@@ -38,27 +38,29 @@ def clean(context: LifecycleContext, *, child_under_way: bool) -> None:
         return
     context.discard_candidates("its run ended without a verdict")
     for ref in removable(stores.adapters.all(), rules.keep_adapters):
-        # Another process may have activated it, or removed it, in the meantime.
+        # Another process may have activated or removed it in the meantime.
         with suppress(IllegalMove):
             stores.adapters.remove(ref.id)
     known = stores.adapters.all()
-    # A candidate that was just rejected can be examined until there is another.
+    # A candidate that was just rejected stays available until the next one.
     newest = max((ref.id for ref in known), default=BARE_DRAFT)
     kept = {ref.id for ref in known if ref.id == newest and ref.state is AdapterState.REJECTED}
     doomed = [ref.folder for ref in known if not ref.state.may_serve and ref.id not in kept and ref.folder.is_dir()]
     for folder in doomed:
-        # Another process may be deleting the same one.
+        # Another process may be deleting it too.
         with suppress(FileNotFoundError):
             remove_folder(folder)
     grace = SWEEP_GRACE_SECONDS if context.members.shared else 0.0
     orphans = sweep(rules.adapters, [ref.folder for ref in known], grace)
     if doomed or orphans:
-        log.info("deleted %d folders of adapters that will not serve, %d of no adapter", len(doomed), len(orphans))
+        log.info(
+            "deleted %d folders of adapters that will not serve and %d without an adapter", len(doomed), len(orphans)
+        )
 
 
 def removable(known: Sequence[AdapterRef], keep: int) -> list[AdapterRef]:
-    """The adapters whose files nobody needs for a rollback: of each pair, the retired and rolled-back ones but for the newest
-    `keep`. The active adapter and those that it was trained on top of stay in any case. known: every adapter."""
+    """Adapters whose files no rollback needs: of each pair, the retired and rolled-back ones except the newest `keep`.
+    The active adapter and its ancestors always stay. known: every adapter."""
     by_id = {ref.id: ref for ref in known}
     serving: set[int] = set()
     for ref in known:
@@ -74,16 +76,16 @@ def removable(known: Sequence[AdapterRef], keep: int) -> list[AdapterRef]:
 
 
 def _remove_older(root: Path, before: datetime) -> None:
-    # Half-written ones too, which a child that was killed leaves.
+    # Includes partial files left by a child that was killed.
     for path in chain(root.glob("*/*.npz"), root.glob("*/*.part")):
-        # Another process of this folder may be removing the same.
+        # Another process that shares this folder may be removing it too.
         with suppress(FileNotFoundError):
             if path.stat().st_mtime < before.timestamp():
                 path.unlink()
 
 
 def _keep_newest(root: Path, most: int) -> None:
-    """Remove the oldest files of practice text until no more than `most` bytes are left."""
+    """Removes the oldest practice files until at most `most` bytes are left."""
     with suppress(FileNotFoundError):
         files = sorted(((p.stat().st_mtime, p.stat().st_size, p) for p in root.glob("*/*.npz")), reverse=True)
         kept = 0
@@ -95,6 +97,6 @@ def _keep_newest(root: Path, most: int) -> None:
 
 def _report(purge: Future[int]) -> None:
     if (error := purge.exception()) is not None:
-        log.warning("old generations were not removed: %s", error)
+        log.warning("could not delete old generations: %s", error)
     elif purge.result():
-        log.info("removed %d old generations", purge.result())
+        log.info("deleted %d old generations", purge.result())

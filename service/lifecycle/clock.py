@@ -1,4 +1,4 @@
-"""What makes time pass for the supervisor: APScheduler in memory. It knows when to tick and nothing else."""
+"""The supervisor's timer: an in-memory APScheduler that only decides when to tick."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from apscheduler.schedulers.background import BackgroundScheduler
 
 
 class _Scheduler(BackgroundScheduler):
-    """Goes on where the machine's clock is set back; APScheduler would wait until it has caught up. seconds: between ticks."""
+    """Continues when the system clock is set back, where APScheduler would wait until it has caught up. seconds: tick
+    interval."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(
@@ -29,7 +30,7 @@ class _Scheduler(BackgroundScheduler):
 
 
 class Clock:
-    """Calls `tick` every `seconds`, on one thread of its own, never twice at once; missed ticks are made up by one."""
+    """Calls `tick` every `seconds` on a dedicated thread, never concurrently. Missed ticks are replaced by a single one."""
 
     def __init__(self, tick: Callable[[], object], seconds: float) -> None:
         self._scheduler = _Scheduler(seconds)
@@ -44,10 +45,10 @@ class Clock:
         )
 
     def start(self) -> None:
-        """The first tick comes at once."""
+        """Starts the timer; the first tick comes at once."""
         self._scheduler.start()
 
     def stop(self, *, wait: bool = True) -> None:
-        """No tick after this; wait: for one under way, unless a tick itself calls this. Idempotent."""
+        """Stops the timer. wait: wait for a running tick, unless the tick itself calls this. Idempotent."""
         if self._scheduler.running:
             self._scheduler.shutdown(wait=wait)

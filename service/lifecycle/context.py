@@ -1,4 +1,4 @@
-"""What the lifecycle works with: the rows, the engine, the launcher of children, the metrics, and the rules."""
+"""What the training loop works with: rows, engine, child launcher, metrics and rules."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """max_generations, max_days, max_bytes: what the log may hold (StoreSettings). adapters: root of the adapter folders. spec:
-    the part of a child's job that is the same for every job (learning.spec). targets: folder of the targets that children
-    computed; None: there is none. practice: the same of practice text."""
+    """max_generations, max_days, max_bytes: limits of the log (StoreSettings). adapters: root of the adapter folders.
+    spec: the part of a job description that all jobs share (learning.spec). targets: folder of targets computed by
+    children; None: no such folder. practice: the same for practice text."""
 
     training: TrainingSettings
     gate: GateSettings
@@ -51,10 +51,10 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class LifecycleContext:
-    """members: this process among those of the database. who: the pair that it serves or trains. machine: the kind of machine
-    that this is, on which the engine's costs are measured. judge: decides about candidates, with the arguments of gate.judge.
-    clock: replaces this machine's time and the database's, in UTC, for simulated traffic. loans: memory of serving that
-    children borrow."""
+    """members: this process among those that share the database. who: the pair it serves or trains. machine: the kind
+    of machine, which the engine's measured costs belong to. judge: decides about candidates, with the arguments of
+    gate.judge. clock: replaces the time of this machine and of the database, in UTC, for simulated traffic. loans:
+    serving memory that children borrow."""
 
     stores: Stores
     members: Members
@@ -69,63 +69,63 @@ class LifecycleContext:
     loans: Loans = field(default_factory=Loans)
 
     def timer(self) -> float:
-        """Seconds since some moment, by which children are timed: a clock that is set and a machine that sleeps add none."""
+        """A monotonic time in seconds for timing children: unaffected by clock changes and by sleep of the machine."""
         return self.clock().timestamp() if self.clock is not None else time.monotonic()
 
     def database_now(self) -> datetime:
-        """The database's time, by which rows are dated."""
+        """The database's time, which rows are dated with."""
         return self.clock() if self.clock is not None else self.members.now()
 
     @property
     def trains(self) -> bool:
-        """Whether this process does training runs."""
+        """Whether this process executes training runs."""
         return self.rules.training.run_here and bool(self.who.draft)
 
     def active_adapter(self) -> int:
-        """The adapter that is active by the rows; BARE_DRAFT for none."""
+        """The adapter that the rows name as active; BARE_DRAFT for none."""
         ref = self.active_ref()
         return BARE_DRAFT if ref is None else ref.id
 
     def active_ref(self) -> AdapterRef | None:
-        """The adapter that is active by the rows; None: the bare draft serves."""
+        """The adapter that the rows name as active; None: the base draft serves."""
         return self.stores.adapters.active(self.who.target, self.who.draft)
 
     def adapter_folder(self, adapter: int) -> str | None:
-        """An adapter's folder as a child's job names it; None: the bare draft."""
+        """An adapter's folder as named in a child's job; None: the base draft."""
         return None if adapter == BARE_DRAFT else str(self.stores.adapters.get(adapter).folder)
 
     def record_costs(self) -> None:
-        """Record what rounds cost here, where that was measured, for gates that decide elsewhere."""
+        """Records the round costs measured here, if any, for gates that decide in other processes."""
         base, twice = self.switching.round_seconds(), self.switching.round_seconds(2.0)
         if base and twice:
             more = tuple(b - a for a, b in zip(base, twice, strict=True))
             self.stores.costs.record(self.who, self.machine, RoundCosts(base, more))
 
     def measured_costs(self, lengths: int) -> Mapping[str, RoundCosts]:
-        """What rounds cost, by kind of machine where that was measured within a day for so many draft lengths: this one's as of
-        now. Servers that draft at most another number of tokens measure other lengths."""
+        """Round costs by kind of machine, where they were measured within a day for `lengths` draft lengths; for this
+        kind, the current ones. Servers with another maximum draft length measure other lengths."""
         self.record_costs()
         kinds = self.stores.costs.recent(self.who)
         return {name: costs for name, costs in kinds.items() if len(costs.seconds) == lengths}
 
     def own_costs(self, lengths: int) -> RoundCosts | None:
-        """The same on this kind of machine, or on the one where it was measured last; None: on none."""
+        """Round costs of this kind of machine, else of the most recently measured one; None if there are none."""
         kinds = self.measured_costs(lengths)
         return kinds.get(self.machine) or next(iter(kinds.values()), None)
 
     def launch(self, **job: object) -> Child:
-        """Start a child on the common job description and this. Raises OSError."""
+        """Starts a child with the shared job description plus these entries. Raises OSError."""
         return Child(self.launcher.launch({**self.rules.spec, **job}), self.timer)
 
     def scoring_seconds(self, ref: AdapterRef) -> float:
-        """How long scoring an adapter that serves may take: a quarter of what its run took."""
+        """Time limit for scoring a serving adapter: a quarter of its run's duration."""
         if ref.run is None:
             return 0.0
         run = self.stores.runs.get(ref.run)
         return 0.0 if run.finished_at is None else (run.finished_at - run.created_at).total_seconds() / 4
 
     def end_run(self, run_id: int, state: RunState, reason: str) -> None:
-        """End a run without a verdict, unless it is over. Raises IllegalMove when it is another process's by now."""
+        """Ends a run without a verdict, unless it is over. Raises IllegalMove when another process owns it by now."""
         run = self.stores.runs.get(run_id)
         if not run.state.over:
             ended = self.stores.runs.move(run.id, run.fencing, state, error=reason)
@@ -134,22 +134,22 @@ class LifecycleContext:
         self.discard_candidates(reason)
 
     def give_up_orphans(self) -> None:
-        """Give up processes that have ended, and end their runs, of whatever pair."""
+        """Removes processes that have died and ends their runs, for any pair."""
         self.members.remove_ended()
         for run in self.stores.runs.orphaned():
-            reason = "its process ended while it ran"
+            reason = "its process died during the run"
             if (ended := self.stores.runs.give_up(run, reason)) is not None:
                 self.report_end(ended)
-                log.warning("run %d is given up: its process has ended", run.id)
+                log.warning("run %d is lost: its process died", run.id)
             self.discard_candidates(reason)
 
     def report_end(self, run: TrainingRun) -> None:
-        """Report to `events` that this run is over, with its last state."""
+        """Reports the run's end and final state to `events`."""
         self.events.training(run)
         self.events.training_ended(run.state)
 
     def discard_candidates(self, reason: str) -> None:
-        """Mark candidates broken whose run ended without a verdict: they can never serve."""
+        """Marks candidates whose run ended without a verdict as broken, so that they can never serve."""
         adapters, runs = self.stores.adapters, self.stores.runs
         for ref in adapters.all():
             if ref.state is AdapterState.CANDIDATE and (ref.run is None or runs.get(ref.run).state.over):

@@ -1,4 +1,5 @@
-"""Erasing texts, over all processes of a database: first everything outside the rows forgets them, then the rows go."""
+"""Erases texts in all processes of a database: first everything outside the database forgets them, then the rows are
+deleted."""
 
 from __future__ import annotations
 
@@ -15,39 +16,39 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
 ABANDONED_SECONDS = 900.0
-"""An erasure that is not over after so long has lost whoever asked for it. It is to be asked for again."""
+"""An erasure that takes longer than this has lost its caller and must be requested again."""
 WAIT_SECONDS = 60.0
-"""Longest wait for other processes to forget what is erased, and of an ended child's run for the erasure to end."""
+"""Longest wait for other processes to forget erased texts, and of an ended child's run for the erasure to end."""
 
 
 class Eraser:
-    """Carries out erasures in this process, its own and those of other processes. forget: every place outside the rows that
-    keeps texts after their requests have ended, by name. A child that may have read an erased text is ended."""
+    """Carries out erasures in this process, those it started and those of other processes. forget: by name, every store
+    of request text outside the database. A child that may have read an erased text is ended."""
 
     def __init__(self, context: LifecycleContext, slot: JobSlot, forget: Mapping[str, Forget]) -> None:
         self._context = context
         self._slot = slot
         self._forget = forget
         self._newest = 0
-        """The newest erasure that has been carried out here."""
+        """The newest erasure carried out here."""
         self._seen: dict[int, float] = {}
-        """When an erasure that is not over was first seen here, by its number."""
+        """When an unfinished erasure was first seen here, by its number."""
         self._ended_jobs: dict[int, tuple[Job, float]] = {}
-        """Jobs that were ended for an erasure, by its number, and until when their runs wait for its end."""
+        """Jobs that were ended for an erasure, by its number, and until when their runs wait for the erasure's end."""
 
     @property
     def waiting(self) -> bool:
-        """Whether a run of this process, without a child by now, still waits for an erasure to end."""
+        """Whether a run of this process, whose child was ended, still waits for the end of an erasure."""
         return bool(self._ended_jobs)
 
     @property
     def under_way(self) -> bool:
-        """Whether texts are being erased, by whatever process: they are in the log still, and nothing may read them anew."""
+        """Whether any process is erasing texts. The texts are still in the log, and nothing new may read them."""
         return bool(self._context.stores.erasures.asked())
 
     def erase(self, selection: Selection, *, retire_adapters: bool) -> Erased:
-        """Have every process of the database forget the texts, then delete their rows. Raises Unavailable when a process does
-        not answer, StoreError; asking again does what is left."""
+        """Makes every process of the database forget the texts, then deletes their rows. Raises Unavailable when a
+        process does not answer, StoreError; calling it again completes what is left."""
         erasures = self._context.stores.erasures
         number = erasures.ask(selection)
         try:
@@ -58,11 +59,11 @@ class Eraser:
             self.carry_out()
 
     def carry_out(self) -> None:
-        """Forget what any process erases, and end runs whose texts are erased by now."""
+        """Forgets the texts that any process is erasing, and ends runs whose texts have been erased."""
         asked = self._context.stores.erasures.asked()
         open_numbers = {number for number, _ in asked}
         for number, (job, until) in list(self._ended_jobs.items()):
-            # Only now: the run's rows are deleted by the erasure, which notes that its candidate learnt an erased text.
+            # Not earlier: the erasure deletes the run's rows and notes that its candidate learnt an erased text.
             if number not in open_numbers or time.monotonic() > until:
                 del self._ended_jobs[number]
                 job.abandon("a text that it had read was erased")
@@ -75,21 +76,21 @@ class Eraser:
         self._end_abandoned(open_numbers)
 
     def _end_abandoned(self, open_numbers: Set[int]) -> None:
-        """Nothing starts while texts are being erased: that must not be for ever."""
+        """Drops abandoned erasures: nothing starts during an erasure, so none may last forever."""
         now = time.monotonic()
         self._seen = {number: self._seen.get(number, now) for number in open_numbers}
         for number, since in self._seen.items():
             if now - since > ABANDONED_SECONDS:
-                log.warning("an erasure was not finished: it has to be asked for again")
+                log.warning("an erasure was not finished: request it again")
                 self._context.stores.erasures.end(number)
 
     def forget_everything(self) -> None:
-        """For a process that was given up: what was erased meanwhile is not known."""
+        """For a process that was removed: it cannot know what was erased in the meantime."""
         self._ended_jobs.clear()
         self._forget_here(Selection(everything=True))
 
     def drop_ended_jobs(self) -> list[Job]:
-        """Wait for no erasure any more; the jobs whose runs did."""
+        """Stops waiting for erasures and returns the jobs whose runs waited for one."""
         jobs = [job for job, _ in self._ended_jobs.values()]
         self._ended_jobs.clear()
         return jobs
@@ -99,29 +100,30 @@ class Eraser:
             forget(selection)
 
     def _end_job_for(self, number: int, selection: Selection) -> None:
-        # What the child has sent by now may name its texts.
+        # Messages that the child has already sent may name its texts.
         self._slot.poll()
         if self._may_hold(selection) and (job := self._slot.end()) is not None:
             self._ended_jobs[number] = (job, time.monotonic() + WAIT_SECONDS)
 
     def _may_hold(self, selection: Selection) -> bool:
-        """Whether the child may have read one of these texts. Other jobs than training are short and are started again by
-        themselves: they are always ended."""
+        """Whether the child may have read one of the texts. Jobs other than training are short and restart
+        automatically: they are always ended."""
         lineage = self._context.stores.lineage
         if not isinstance(self._slot.job, RunJob):
             return True
         return self._slot.job.may_hold(lineage.runs(selection), held_out=lineage.held_out(selection))
 
     def _wait_for_all(self, number: int) -> None:
-        """Carry out an erasure here, and wait until all other processes have. Raises Unavailable, naming one that has not."""
+        """Carries out an erasure here and waits for all other processes. Raises Unavailable, naming one that has not
+        answered."""
         members, end = self._context.members, time.monotonic() + WAIT_SECONDS
-        # One of theirs may wait for this process meanwhile.
+        # One of their erasures may be waiting for this process.
         self.carry_out()
         while others := members.still_to_erase(number):
             if time.monotonic() > end:
                 where = f"process {others[0].pid} on host {others[0].host}"
-                raise Unavailable(f"{where} has not forgotten the texts yet: ask again")
+                raise Unavailable(f"{where} has not forgotten the texts yet: repeat the request")
             time.sleep(POLL_SECONDS)
             self.carry_out()
-        # One that did not answer for too long has to join again, and forgets everything by that.
+        # A process that missed its lease has to rejoin, and forgets everything then.
         members.remove_ended()

@@ -1,5 +1,5 @@
-"""What the adapter that serves has gained: it and the base draft are scored on the answers given since its promotion, while the
-server is idle. The watch's scores, which are of the same kind, are used too."""
+"""Measures the gain of the serving adapter: while the server is idle, it and the base draft are scored on the answers
+given since its promotion. Scores of the watch, which have the same form, are used as well."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from service.store.log.sampler import Text, sample
 log = logging.getLogger(__name__)
 
 MIN_ANSWERS = 20
-"""Distinct answers that a measurement takes, and new ones since the last."""
+"""Distinct answers needed for a measurement, and new answers needed for the next one."""
 ANSWERS = 200
-"""Distinct answers that are scored at most."""
+"""Maximum number of distinct answers scored."""
 READ_FOR_EACH = 5
-"""Generations that are read for each that is wanted: equal ones are scored once."""
+"""Generations read per wanted answer: equal ones are scored once."""
 AGAIN = timedelta(days=1)
-"""How long a measurement stands."""
+"""Minimum time between two measurements."""
 LOOK_SECONDS = 60.0
-"""Between two looks whether one is due."""
+"""Interval between checks whether a measurement is due."""
 
 
 def measure(
@@ -45,9 +45,9 @@ def measure(
 ) -> MeasuredGain | None:
     """The gain of an adapter over the base draft, from the scores of both on the same answers.
 
-    costs: of rounds with the adapter. base_step: what a step of the base draft costs, relative to one with the adapter.
-    read_to: see MeasuredGain. None where there are too few conversations for an interval. Raises ValueError when the scores are
-    not about the same texts.
+    costs: of rounds with the adapter. base_step: cost of a step of the base draft relative to one with the adapter.
+    read_to: see MeasuredGain. None with too few conversations for an interval. Raises ValueError when the scores cover
+    different texts.
     """
     by_call = Comparison(adapter, base)
     if by_call.conversations < MIN_CONVERSATIONS or by_call.empty:
@@ -78,14 +78,17 @@ def measure(
 
 
 def _tokens_per_second(scores: Sequence[Score], seconds: Sequence[float]) -> float:
-    """At the draft length that is best for these answers. seconds: of a round that drafts 1, 2, ... tokens."""
+    """Speed at the draft length that is best for these answers. seconds: cost of a round that drafts 1, 2, ... tokens."""
     taken = [sum(score.calls[i] for score in scores) * cost for i, cost in enumerate(seconds)]
     return sum(score.tokens for score in scores) / min(taken)
 
 
 class GainMeter:
-    """When the active adapter is measured, and what was found. idle_seconds: for how long nothing has been asked here. strain:
-    why the machine cannot spare what scoring takes. watching: whether the adapter's watch is not over."""
+    """Decides when the active adapter is measured and records the result.
+
+    idle_seconds: seconds since this server last handled a request. strain: why the machine cannot spare what scoring
+    takes. watching: whether the adapter's watch is still running.
+    """
 
     def __init__(
         self,
@@ -102,8 +105,8 @@ class GainMeter:
         self._looked_at: float | None = None
 
     def start(self) -> GainJob | None:
-        """Start a measurement that is due: nothing has been asked for a minute, the watch is over, there are enough answers
-        since the promotion, and the last measurement is a day old."""
+        """Starts a measurement that is due: no request for a minute, the watch is over, there are enough answers since
+        the promotion, and the last measurement is a day old."""
         now = self._context.timer()
         if self._idle_seconds() < IDLE_SECONDS or (
             self._looked_at is not None and now - self._looked_at < LOOK_SECONDS
@@ -132,8 +135,8 @@ class GainMeter:
         return GainJob(self, self._context, ref, child, read_to=self._context.stores.generations.end())
 
     def record(self, ref: AdapterRef, scores: Scores, read_to: int) -> None:
-        """Record what scores of an adapter and of the base draft say of its gain. Scores that cannot be compared are logged and
-        left out."""
+        """Records the gain given by scores of an adapter and of the base draft. Scores that cannot be compared are
+        logged and dropped."""
         own, base = str(ref.id), str(BARE_DRAFT)
         try:
             gain = measure(
@@ -153,7 +156,7 @@ class GainMeter:
             log.info("adapter %d: %s", ref.id, gain.summary)
 
     def announce(self) -> None:
-        """Report the newest measurement of what serves to the metrics."""
+        """Reports the newest measurement of the serving adapter to the metrics."""
         ref = self._context.active_ref()
         newest = None if ref is None else self._context.stores.gains.newest(ref.id)
         self._context.events.gain(None if newest is None else newest[1])
@@ -167,9 +170,9 @@ class GainMeter:
             return GainsState(ref.id, newest[1], newest[0], None)
         answers = len(self._answers(MIN_ANSWERS))
         if self._watching() or answers < MIN_ANSWERS:
-            reason = f"adapter {ref.id} was promoted {answers} answers ago, and its first comparison is still to come"
+            reason = f"adapter {ref.id} was promoted {answers} answers ago and has not been compared yet"
         else:
-            reason = f"adapter {ref.id} is measured when nothing has been asked for a minute"
+            reason = f"adapter {ref.id} will be measured after a minute without requests"
         return GainsState(ref.id, None, None, reason)
 
     def _due(self, ref: AdapterRef) -> bool:
@@ -183,7 +186,7 @@ class GainMeter:
         return len(logged.names_after(who, gain.read_to, MIN_ANSWERS)) >= MIN_ANSWERS
 
     def _answers(self, limit: int) -> list[Text]:
-        """The newest answers of this pair since what serves began to."""
+        """The newest answers of this pair since the serving adapter was activated."""
         stores, who = self._context.stores, self._context.who
         return stores.generations.texts_after(who, stores.adapters.serves_since(who.target, who.draft), limit)
 
@@ -194,15 +197,15 @@ class GainMeter:
             return "this server runs without a draft model"
         judged = next((run for run in context.stores.runs.newest(context.who, 20) if run.state.judged), None)
         if judged is None or judged.verdict is None:
-            return "no training run has come to a verdict yet"
+            return "no training run has been judged yet"
         if judged.state is RunState.REJECTED:
             return f"the base draft serves: run {judged.id} was rejected ({judged.verdict.reason})"
         return f"the base draft serves: adapter {judged.adapter} was rolled back or switched off"
 
 
 class GainJob(ScoringJob):
-    """A child that scores the active adapter and the base draft. It ends as soon as something is asked or the machine cannot
-    spare what it takes; a later look starts another."""
+    """A child that scores the active adapter and the base draft. It ends as soon as a request arrives or the machine is
+    short of something; another one is started later."""
 
     def __init__(
         self, meter: GainMeter, context: LifecycleContext, ref: AdapterRef, child: Child, *, read_to: int
@@ -214,11 +217,11 @@ class GainJob(ScoringJob):
         self._dropped = False
 
     def yields(self, demand: Demand) -> bool:
-        """Whatever is asked comes first."""
+        """Any request comes first."""
         return demand.waiting or demand.asked
 
     def pause(self, demand: Demand, strain: Strain | None) -> None:
-        """End the child when something is asked, or for `strain`."""
+        """Ends the child when a request arrives, or for `strain`."""
         if (strain is not None or self.yields(demand)) and not self._child.ended:
             self._stop()
 
@@ -227,12 +230,12 @@ class GainJob(ScoringJob):
         self._child.stop()
 
     def give_back_memory(self) -> None:
-        """See Job. A later look measures again."""
+        """See Job. The measurement is repeated later."""
         self._stop()
         self.abandon(NEEDED)
 
     def handle(self, message: Message) -> None:
-        """As other jobs that score; a child that was stopped has sent nothing that counts."""
+        """As in other scoring jobs, but messages of a stopped child are ignored."""
         if not self._dropped:
             super().handle(message)
 
@@ -243,5 +246,5 @@ class GainJob(ScoringJob):
         log.warning("the gain of adapter %d could not be measured: %s", self._ref.id, reason)
 
     def abandon(self, reason: str) -> None:
-        """Log the reason; a later look measures again."""
-        log.info("measuring the gain of adapter %d ended: %s", self._ref.id, reason)
+        """Logs the reason; the measurement is repeated later."""
+        log.info("the gain measurement of adapter %d was stopped: %s", self._ref.id, reason)

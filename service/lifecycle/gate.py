@@ -1,5 +1,5 @@
-"""Whether a candidate may replace the adapter that serves. Pure functions of the scores of the candidate, its parent and the
-base draft on the same generations, of what rounds cost where they serve, and of the verdicts before
+"""Decides whether a candidate may replace the serving adapter. Pure functions of the scores of the candidate, its
+parent and the base draft on the same generations, of the round costs of the serving machines, and of earlier verdicts
 (docs/decisions/loop.md)."""
 
 from __future__ import annotations
@@ -13,23 +13,26 @@ from service.lifecycle.online_testing import next_level
 from service.settings import GateSettings
 
 WORTHWHILE = 0.005
-"""A candidate that seems to gain less than this is not worth a swap: the draft's cached prefixes are lost, and the
-next run waits for the watch."""
+"""Minimum estimated gain. Below it a swap does not pay: the draft's cached prefixes are lost, and the next run waits
+for the watch."""
 BOUNDED = 60
-"""Conversations from which the golden set's or a domain's loss against the base draft is bounded by its confidence limit. With
-fewer, a candidate that loses nothing could hardly prove it."""
+"""Minimum number of conversations for bounding a loss against the base draft by its confidence limit, on the golden set
+or a domain. With fewer, even a candidate without any loss could hardly prove it."""
 GOLDEN = "golden set"
-"""Its name among the domains of a verdict."""
+"""Name of the golden set among the domains of a verdict."""
 AGAINST_BASE = ", against the base draft"
-"""Follows the name of a domain in a verdict that compares it with the base draft."""
+"""Suffix of a domain's name in a verdict that compares with the base draft."""
 
 NO_DOMAIN = "requests without a domain"
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """What one adapter scored. texts: on logged texts. golden: on the golden set, which only guards: it is no part of the gain.
-    seconds: what a round costs that drafts 1, 2, ... tokens; None: compare at the longest draft length, by target calls."""
+    """The scores of one adapter.
+
+    texts: on logged texts. golden: on the golden set, which only guards and is not part of the gain. seconds: cost of a
+    round that drafts 1, 2, ... tokens; None: compare target calls at the longest draft length.
+    """
 
     texts: Sequence[Score]
     golden: Sequence[Score] = ()
@@ -45,21 +48,22 @@ def judge(
     history: Sequence[Verdict] = (),
     seed: int,
 ) -> Verdict:
-    """Whether `candidate` may replace `parent`, which serves.
+    """Whether `candidate` may replace `parent`, the serving adapter.
 
-    base: the base draft; None: it is the parent. history: the verdicts of this pair's earlier gates, oldest first, with
-    `promoted` False for adapters that were rolled back since.
+    base: the scores of the base draft; None when it is the parent. history: verdicts of this pair's earlier gates,
+    oldest first, with `promoted` False for adapters that were rolled back since.
 
     A candidate is promoted when
 
-    - there are `min_prompts` generations of five or more conversations and `min_tokens` tokens;
-    - its gain over the parent is worth a swap and proven at the level that online testing leaves for it (`p_value`,
-    `next_level`); - no domain, nor the golden set, is worse than with the parent or the base draft by more than
-      `domain_tolerance` and surely worse at all;
-    - on the golden set and every domain of BOUNDED or more conversations it is proven to lose no more than `domain_tolerance`
-      against the base draft, at a level of its own sequence. A chain of adapters therefore loses no more than one may.
+    - there are at least `min_prompts` generations from five or more conversations, and `min_tokens` tokens;
+    - its gain over the parent is worth a swap and proven at the level that online testing assigns (`p_value`, `next_level`);
+    - neither a domain nor the golden set loses more than `domain_tolerance` against the parent or the base draft with
+      an interval entirely below 0;
+    - the golden set and every domain of at least BOUNDED conversations are proven to lose at most `domain_tolerance`
+      against the base draft, at a level from a separate sequence. A chain of adapters therefore loses no more than a
+      single one may.
 
-    Raises ValueError when the scores are not about the same generations and draft lengths, or the costs about others.
+    Raises ValueError when the scores cover different generations or draft lengths, or the costs cover other draft lengths.
     """
     whole = Comparison(candidate.texts, parent.texts, candidate.seconds, parent.seconds)
     if whole.empty:
@@ -85,7 +89,7 @@ def judge(
     if p_value > level:
         return verdict(False, f"not proven better: {gain}; p = {p_value:.2g}, tested at {level:.2g}", **tested)
     if gain.gain < WORTHWHILE:
-        return verdict(False, f"too little better: {gain}", **tested)
+        return verdict(False, f"gain too small: {gain}", **tested)
     for rival, parts in (("", against_parent), (AGAINST_BASE, against_base)):
         if blocked := _surely_worse(parts, rules, seed):
             names = ", ".join(name or NO_DOMAIN for name in blocked) + rival
@@ -99,7 +103,7 @@ def judge(
 
 
 def _parts(candidate: Scored, rival: Scored) -> Mapping[str, Comparison]:
-    """The golden set and every domain that have conversations enough for an interval, by name in order."""
+    """The golden set and every domain with enough conversations for an interval, sorted by name."""
     costs = candidate.seconds, rival.seconds
     parts = dict(Comparison(candidate.texts, rival.texts, *costs).domains())
     golden = Comparison(candidate.golden, rival.golden, *costs)
@@ -109,7 +113,7 @@ def _parts(candidate: Scored, rival: Scored) -> Mapping[str, Comparison]:
 
 
 def _lacking(whole: Comparison, rules: GateSettings) -> str | None:
-    """What a verdict needs and the texts do not have; None: nothing."""
+    """What the texts lack for a verdict, or None."""
     if whole.generations < rules.min_prompts:
         return f"{whole.generations} of {rules.min_prompts} prompts"
     if whole.tokens < rules.min_tokens:
@@ -120,8 +124,8 @@ def _lacking(whole: Comparison, rules: GateSettings) -> str | None:
 
 
 def _surely_worse(parts: Mapping[str, Comparison], rules: GateSettings, seed: int) -> list[str]:
-    """The parts that lose more than the tolerance and whose whole interval lies below 0. The interval is widened for the number
-    of parts, so that many of them do not make it likely that one blocks by chance."""
+    """Parts that lose more than the tolerance with an interval entirely below 0. The interval is widened for the number
+    of parts, so that many parts do not make a block by chance likely."""
     return [
         name
         for name, part in parts.items()

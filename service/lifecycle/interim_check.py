@@ -1,8 +1,8 @@
-"""One interim check of a promotion while it serves: against its parent, and against the base draft. Pure functions of values.
+"""One interim check of a promoted adapter while it serves, against its parent and the base draft. Pure functions of values.
 
-The evidence against each opponent is an e-value of all answers so far (a confidence sequence, lifecycle/sign_flips.py), which
-is valid at every look: an adapter as good as both is rolled back by mistake with a probability of at most ALPHA, however often
-it is checked. The opponents share ALPHA equally.
+The evidence against each opponent is an e-value over all answers so far (a confidence sequence,
+lifecycle/sign_flips.py), which is valid at every check: an adapter as good as both is rolled back by mistake with a
+probability of at most ALPHA, however often it is checked. The opponents share ALPHA equally.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ ALPHA = 0.05
 
 
 FEWEST = 8
-"""Answers before which no check is made: fewer cannot decide anything."""
+"""Minimum number of answers for a check: fewer cannot decide anything."""
 
 
 def check_schedule(generations: int) -> tuple[int, ...]:
-    """After how many generations to check: each check has twice as many as the one before, the last one all of them."""
+    """Numbers of generations at which to check: each check has twice as many as the one before, the last one all of them."""
     parts = {generations // part for part in (1, 2, 4, 8, 16)}
     return tuple(sorted(count for count in parts if count >= FEWEST or count == generations))
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """over: the watch ends with it. roll_back_to: what shall serve instead (verdict.promoted is False). short: the engine
-    accepts less than the scores predict (Realised.short)."""
+    """over: this check ends the watch. roll_back_to: what should serve instead (verdict.promoted is False). short: the
+    engine accepts less than the scores predict (Realised.short)."""
 
     verdict: Verdict
     over: bool
@@ -48,14 +48,16 @@ def interim_check(
     resamples: int,
     seed: int,
 ) -> CheckResult:
-    """Compare the adapter that serves with `others` (its parent among them), by live generations. seconds: what a round costs
-    with it, as in gate.judge; others_seconds: what it costs with those of the others for which that differs.
+    """Compares the serving adapter with `others` (its parent among them) on live generations.
 
-    It is rolled back as soon as it is proven worse than one of them, to the best of those. It is proven as soon as it is proven
-    better than each; after the `last` check it stays. The verdict holds the two-sided 90 % interval of the comparison that
-    decided, else of that with its parent. Raises ValueError like gate.judge.
+    seconds: cost of a round with it, as in gate.judge. others_seconds: the costs with those opponents that have different ones.
 
-    Its own rounds say whether the scores hold for this engine. Where they surely fall short, nothing is proven by them.
+    The adapter is rolled back as soon as it is proven worse than an opponent, to the best of those. It counts as proven
+    as soon as it is proven better than all of them; after the `last` check it stays. The verdict holds the two-sided 90
+    % interval of the deciding comparison, otherwise of the one with the parent. Raises ValueError like gate.judge.
+
+    The adapter's logged rounds show whether the scores hold for this engine. If they clearly fall short, the scores
+    prove nothing.
     """
     costs = others_seconds or {}
     comparisons = {other: Comparison(serving, scores, seconds, costs.get(other)) for other, scores in others.items()}
@@ -66,7 +68,7 @@ def interim_check(
     evidence = {other: each.e_values() for other, each in comparisons.items()}
     gains = {other: each.gain(resamples, seed) for other, each in comparisons.items()}
     worse = [other for other, (against, _) in evidence.items() if against >= enough]
-    # Of those it is proven worse than, the fastest; the parent where they are alike.
+    # Of the opponents it is proven worse than, the fastest; the parent on a tie.
     back_to = min(worse, key=lambda other: (gains[other].gain, other != parent)) if worse else None
     drafted = realised(serving, resamples, seed)
     short = drafted is not None and drafted.short

@@ -1,4 +1,4 @@
-"""The child at work: one at a time, its messages handled by the job that it was started for."""
+"""The slot for the running child: one at a time; its messages are handled by the job it was started for."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Demand:
 
 
 class Job(Protocol):
-    """A child at work, and what its messages mean."""
+    """A running child and the handling of its messages."""
 
     @property
     def child(self) -> Child:
@@ -35,33 +35,34 @@ class Job(Protocol):
 
     @property
     def limit_seconds(self) -> float:
-        """How long its child may work: time for which it is paused or throttled does not count."""
+        """Working time allowed for its child; paused and throttled time does not count."""
         ...
 
     def yields(self, demand: Demand) -> bool:
-        """Whether its child pauses for what serving needs: the slot sees to that. Called from any thread."""
+        """Whether its child should pause for serving; the slot pauses it. Called from any thread."""
         ...
 
     def pause(self, demand: Demand, strain: Strain | None) -> None:
-        """Pause, or end, while the machine cannot spare what the job takes (`strain` says why), else resume."""
+        """Pauses or ends the child while the machine cannot spare what it takes (`strain` is the reason), otherwise
+        resumes it."""
         ...
 
     def give_back_memory(self) -> None:
-        """End the child, because requests need the memory that it takes."""
+        """Ends the child because requests need its memory."""
         ...
 
     def handle(self, message: Message) -> None:
-        """Act on the child's next message. May be called again with the same one after it raised."""
+        """Handles the child's next message. If it raises, it may be called again with the same message."""
         ...
 
     def abandon(self, reason: str) -> None:
-        """Record that the child was ended from outside."""
+        """Records that the child was ended from outside."""
         ...
 
 
 class JobSlot:
-    """Holds the one job that may be under way. demand: what serving needs now. strain: why the machine cannot spare what
-    training takes, None when it can. Not thread-safe but for `pause_for_requests`."""
+    """Holds the one job that may run. demand: what serving needs now. strain: why the machine cannot spare what
+    training takes, or None. Not thread-safe, except `pause_for_requests`."""
 
     def __init__(
         self, context: LifecycleContext, demand: Callable[[], Demand], strain: Callable[[], Strain | None]
@@ -74,26 +75,26 @@ class JobSlot:
 
     @property
     def job(self) -> Job | None:
-        """The job under way."""
+        """The running job."""
         return self._job
 
     def start(self, job: Job | None) -> None:
-        """Take a job whose child has just been started; None: there was nothing to start. The slot must be free."""
+        """Takes a job whose child has just been started; None: nothing was started. The slot must be free."""
         assert self._job is None, "one child at a time"
         self._job = job
         if job is None:
             self._context.loans.give_back()
 
     def pause_for_requests(self) -> None:
-        """Pause the child while it yields to what serving needs, or resume it. May be called from any thread; waits for no
-        tick. The run's row shows it at the next tick."""
+        """Pauses the child while it has to yield to serving, or resumes it. May be called from any thread,
+        independently of the tick. The run's row shows the pause at the next tick."""
         with self._pausing:
             if (job := self.job) is not None:
                 job.child.pause(Pause.BUSY, job.yields(self._demand()))
 
     def poll(self) -> None:
-        """Handle what the child has sent, and free the slot when it has ended. Raises what a handler raised: the message is
-        handled again then."""
+        """Handles the child's messages and frees the slot when it has ended. Raises a handler's error; the message is
+        then handled again."""
         job, loans = self.job, self._context.loans
         if job is None:
             loans.give_back()
@@ -102,17 +103,17 @@ class JobSlot:
         if loans.needed_back and not job.child.ended:
             job.give_back_memory()
         if job.child.ended:
-            # Its memory is free; its messages may have to wait for the database.
+            # Its memory is free, although its messages may have to wait for the database.
             loans.give_back()
         try:
             self.pause_for_requests()
             job.pause(self._demand(), self._strain())
             while job.child.inbox:
                 job.handle(job.child.inbox[0])
-                # Taken off only now: had the database been away, the next tick would try again.
+                # Removed only after handling: if the database was unavailable, the next tick tries again.
                 job.child.inbox.popleft()
         except IllegalMove as error:
-            log.warning("the child is ended, its run is not ours any more: %s", error)
+            log.warning("the child is ended because its run no longer belongs to this process: %s", error)
             job.child.stop()
             loans.give_back()
             self._job = None
@@ -121,7 +122,7 @@ class JobSlot:
             self._job = None
 
     def end(self) -> Job | None:
-        """End the child under way and free the slot. Returns its job, which no row knows to be over yet."""
+        """Ends the running child and frees the slot. Returns its job, whose row does not say yet that it is over."""
         job, self._job = self._job, None
         if job is not None:
             job.child.stop()

@@ -1,4 +1,4 @@
-"""Starting child processes, or giving another job to one that waits for it: core.Launcher over real processes."""
+"""Starts child processes, or gives the next job to a waiting one: core.Launcher with real processes."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from service.core import python_command
 from service.lifecycle.child import GRACE_SECONDS
 
 READY_SECONDS = 60.0
-"""How long a child that has done its job waits for another. The first checks of a promotion come sooner where there is traffic,
-and elsewhere the seconds that a child takes to start (14 on an H200) cost little."""
+"""Time for which a child waits for another job after finishing one. With traffic, the first checks of a promotion come
+sooner; otherwise the seconds that a child takes to start (14 on an H200) matter little."""
 
 LOG_BYTES = 8 * 2**20
-"""Size at which the log of children is rotated, when the next child starts."""
+"""Size at which the children's log is rotated when the next child starts."""
 
 
 class Process:
-    """core.JobHandle: a child whose stdout is read on a thread of its own, so that its pipe never fills. keep: gets the
-    process when its job has ended and it waits for another."""
+    """core.JobHandle: a child whose stdout is read by a dedicated thread, so that its pipe never fills up. keep:
+    receives the process when its job has ended and it waits for another."""
 
     def __init__(
         self,
@@ -43,15 +43,14 @@ class Process:
         log.parent.mkdir(parents=True, exist_ok=True)
         _rotate(log)
         with log.open("ab") as stderr:
-            # A session of its own: a Ctrl-C meant for the server must reach the server first, which then ends the
-            # child.
+            # A separate session: Ctrl-C must reach the server first, which then ends the child.
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 encoding="utf-8",
-                errors="replace",  # bytes that are no text must not end the thread that reads them
+                errors="replace",  # undecodable bytes must not end the reader thread
                 bufsize=1,
                 env={**os.environ, **environment},
                 start_new_session=True,
@@ -62,7 +61,7 @@ class Process:
         self.begin(spec)
 
     def begin(self, spec: Mapping[str, object]) -> None:
-        """Send it a job."""
+        """Sends it a job."""
         self._waits = False
         self._write(json.dumps(dict(spec)))
 
@@ -72,13 +71,13 @@ class Process:
         return self._process.pid
 
     def poll(self) -> list[Mapping[str, object]]:
-        """Messages received since the last call, oldest first; a line that is no JSON object has the type "garbage"."""
+        """Messages received since the last call, oldest first. A line that is not a JSON object gets the type "garbage"."""
         messages = [self._messages.popleft() for _ in range(len(self._messages))]
         self._waits = self._waits or any(message.get("waits") is True for message in messages)
         return messages
 
     def exit_code(self) -> int | None:
-        """None while the child runs, else its exit code; waits up to 5 s for its last messages to be read."""
+        """The exit code, or None while the child runs. Waits up to 5 s for its last messages."""
         code = self._process.poll()
         if code is not None:
             # Its last messages may still be in the pipe.
@@ -86,20 +85,20 @@ class Process:
         return code
 
     def pause(self, paused: bool) -> None:
-        """Ask the child to pause or to resume; no effect once it has ended."""
+        """Asks the child to pause or resume. Has no effect once it has ended."""
         self._write("pause" if paused else "resume")
 
     def stop(self, grace_seconds: float) -> None:
-        """End the process, unless it is kept for another job."""
+        """Ends the process, unless it is kept for another job."""
         if self._waits and self._process.poll() is None:
             self._keep(self)
         else:
             self.end(grace_seconds)
 
     def end(self, grace_seconds: float) -> None:
-        """Close the child's stdin, wait `grace_seconds`, then kill it; returns when it has ended."""
+        """Closes the child's stdin, waits `grace_seconds`, then kills it. Returns when it has ended."""
         if self._process.stdin is not None and not self._process.stdin.closed:
-            # The child exits when its line to the parent ends.
+            # The child exits when its stdin closes.
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
         try:
@@ -118,7 +117,7 @@ class Process:
                 self._process.stdin.write(line + "\n")
                 self._process.stdin.flush()
         except (OSError, ValueError):
-            # It has ended: exit_code shows it.
+            # It has ended, which `exit_code` reports.
             pass
 
     def _read(self) -> None:
@@ -134,20 +133,20 @@ class Process:
 
 
 def _rotate(log: Path) -> None:
-    """Begin a new file where a log has reached LOG_BYTES. One earlier file stays, with `.1` behind its name."""
+    """Starts a new file when a log has reached LOG_BYTES. One older file is kept with the suffix `.1`."""
     with contextlib.suppress(FileNotFoundError):
         if log.stat().st_size >= LOG_BYTES:
             log.replace(log.with_name(f"{log.name}.1"))
 
 
 class ProcessLauncher:
-    """core.Launcher. log: where the child's stderr goes. threads: BLAS threads of the child, 0 for half of the cores.
+    """core.Launcher. log: receives the child's stderr. threads: BLAS threads of the child, 0 for half of the cores.
 
-    A child that has done its job is kept for READY_SECONDS: a comparison goes to it. Training starts in a new process.
+    A child that has finished its job is kept for READY_SECONDS and used for a comparison. Training starts in a new process.
 
-    share: called with the number of cores left for this process while a child runs (all where it practises, since that pauses
-    while anything is asked), and with all when it has ended. Two BLAS libraries that each use every core wait for each other's
-    threads: on 2 cores both ran ten times slower.
+    share: called with the number of cores left for this process while a child runs, and with all cores when it has
+    ended. Practice leaves all cores, because it pauses while a request is being answered. Two BLAS libraries that each
+    use every core wait for each other's threads: on 2 cores both ran ten times slower.
     """
 
     def __init__(
@@ -167,8 +166,7 @@ class ProcessLauncher:
         self._lock = threading.RLock()
 
     def launch(self, spec: Mapping[str, object]) -> Process:
-        """Send `spec` as one JSON line to the child that is kept ready, or start one with its BLAS threads set. Raises
-        OSError."""
+        """Sends `spec` as one JSON line to the waiting child, or starts one with its BLAS threads set. Raises OSError."""
         with self._lock:
             process = self._take()
             if process is not None and process.exit_code() is None and spec.get("kind") == "score":
@@ -181,13 +179,13 @@ class ProcessLauncher:
             return process
 
     def end_ready(self) -> None:
-        """End the child that is kept ready, if there is one. Idempotent."""
+        """Ends the waiting child, if there is one. Idempotent."""
         with self._lock:
             if (ready := self._take()) is not None:
                 ready.end(GRACE_SECONDS)
 
     def _start(self, spec: Mapping[str, object]) -> Process:
-        # Set before the child starts: BLAS libraries read it when they are loaded.
+        # Set before the child starts: BLAS libraries read these when they are loaded.
         environment = {name: str(self._threads) for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")}
         return Process(self._command, spec, self._log, environment, lambda: self._share(self._cores), self._keep)
 

@@ -1,4 +1,4 @@
-"""Memory that serving lends to the child process at work, and takes back when requests need it."""
+"""Memory that serving lends to the running child, and reclaims when requests need it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from service.core import MemoryLender, Unavailable
 log = logging.getLogger(__name__)
 
 LEND_SECONDS = 60.0
-"""How long the engine is waited for, which lends between two rounds."""
-SHORT = "requests need the memory that it would take"
-NEEDED = "requests needed the memory that it took"
+"""Longest wait for the engine, which lends memory between two rounds."""
+SHORT = "requests need the memory it would take"
+NEEDED = "requests needed the memory it took"
 
 
 class Borrower(StrEnum):
-    """What the child does."""
+    """What the child is started for."""
 
     RUN = "a run"
     PRACTICE = "practice"
@@ -27,25 +27,25 @@ class Borrower(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LoanSize:
-    """wanted: bytes that the child borrows where serving leaves so many. least: bytes without which it cannot work."""
+    """wanted: bytes that the child borrows if serving can spare them. least: bytes that it needs to work at all."""
 
     wanted: int
     least: int
 
 
 class Loans:
-    """The loan of the one child. lender: the engine that serves from the same memory; None: there is none, or memory is set
-    aside for the child, and it takes what is free. sizes: of each borrower."""
+    """The loan of the one child. lender: the engine that serves from the same memory; None when there is no such
+    engine, or when memory is reserved for the child, which then takes what is free. sizes: by borrower."""
 
     def __init__(self, lender: MemoryLender | None = None, sizes: Mapping[Borrower, LoanSize] | None = None) -> None:
         self._lender = lender
         self._sizes = sizes or {}
         self.lent: int | None = None
-        """Bytes that the child may take; None: what is free."""
+        """Bytes that the child may take; None: whatever is free."""
         self._refused = ""
 
     def borrow(self, borrower: Borrower) -> bool:
-        """Borrows memory for a child that is about to start. False where serving cannot spare it now."""
+        """Borrows memory for a child that is about to start. False when serving cannot spare it now."""
         if self._lender is None or (size := self._sizes.get(borrower)) is None:
             return True
         try:
@@ -60,12 +60,12 @@ class Loans:
         return lent > 0
 
     def give_back(self) -> None:
-        """The child has ended, or none was started. Idempotent."""
+        """Returns the loan: the child has ended, or none was started. Idempotent."""
         if self._lender is not None:
             self._lender.take_back()
         self.lent = None
 
     @property
     def needed_back(self) -> bool:
-        """Whether requests wait for what is lent."""
+        """Whether requests wait for the lent memory."""
         return self._lender is not None and self._lender.loan_needed

@@ -1,7 +1,7 @@
-"""Whether the machine can spare what training takes: power, heat and memory, as far as the system tells.
+"""Whether the machine can spare what training takes: power, heat and memory, as far as the system reports them.
 
-The parsing is pure. On Linux the kernel's files are read, on macOS Apple's own tools are asked. What a system does not tell
-(a virtual machine has neither battery nor thermometer) pauses nothing.
+Parsing is pure. Linux is read through kernel files, macOS through Apple's tools. What a system does not report (a
+virtual machine has neither battery nor thermometer) never pauses training.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from service.settings import TrainingSettings
 EVERY_SECONDS = 30.0
 TOOL_SECONDS = 5.0
 AWAY_SECONDS = 300.0
-"""Whoever has not touched keyboard or pointer for so long does not use the machine."""
+"""A person who has not touched keyboard or pointer for this long counts as away."""
 STALLED = 10.0
-"""Percent of the last ten seconds in which something waited for memory: a machine that swaps."""
+"""Percent of the last ten seconds in which a task waited for memory; above it, the machine is swapping."""
 WARNING = 2
-"""macOS's level of memory pressure (1 normal, 2 warning, 4 critical) from which on training pauses."""
+"""Level of macOS memory pressure (1 normal, 2 warning, 4 critical) at which training pauses."""
 LIMITING = frozenset({"passive", "hot", "critical"})
-"""Trip points of a thermal zone at which the kernel slows the machine down, or soon stops it."""
+"""Types of thermal trip points at which the kernel throttles the machine or is about to shut it down."""
 
 
 class Strain(StrEnum):
-    """What the machine is short of. A run that started by itself pauses for it; for MEMORY it ends, because a paused run keeps
+    """What the machine is short of. An automatic run pauses for it. For MEMORY the run ends, because a paused run keeps
     its memory."""
 
     BATTERY = "on battery"
@@ -44,8 +44,8 @@ class Strain(StrEnum):
 
 
 def discharging(supplies: Iterable[Mapping[str, str]]) -> bool:
-    """Whether a Linux machine runs on its battery. supplies: the files of each folder in /sys/class/power_supply. Batteries of
-    devices (a mouse) do not count."""
+    """Whether a Linux machine runs on battery. supplies: the files of each folder in /sys/class/power_supply. Batteries
+    of devices (a mouse) do not count."""
     own = [supply for supply in supplies if supply.get("scope") != "Device"]
     outside = any(s.get("type") in {"Mains", "USB"} and s.get("online") == "1" for s in own)
     return not outside and any(s.get("type") == "Battery" and s.get("status") == "Discharging" for s in own)
@@ -58,7 +58,7 @@ def stalled(pressure: str) -> bool:
 
 
 def throttled(zone: Mapping[str, str]) -> bool:
-    """Whether a Linux thermal zone has reached a point at which the kernel acts. zone: the files of its folder."""
+    """Whether a Linux thermal zone has reached a trip point at which the kernel acts. zone: the files of its folder."""
     with contextlib.suppress(KeyError, ValueError):
         heat = int(zone["temp"])
         for name, kind in zone.items():
@@ -70,24 +70,24 @@ def throttled(zone: Mapping[str, str]) -> bool:
 
 
 def drawn_from_battery(pmset_batt: str) -> bool:
-    """From `pmset -g batt`."""
+    """Parses `pmset -g batt`."""
     return "drawing from 'Battery Power'" in pmset_batt
 
 
 def slowed_down(pmset_therm: str) -> bool:
-    """From `pmset -g therm`: a recorded warning level, or a processor held below its speed."""
+    """Parses `pmset -g therm`: a recorded warning level, or a CPU speed limit below 100 %."""
     speed = re.search(r"CPU_Speed_Limit\s*=\s*(\d+)", pmset_therm)
     level = re.search(r"thermal (?:warning )?level\W+(\d+)", pmset_therm, re.IGNORECASE)
     return (speed is not None and int(speed[1]) < 100) or (level is not None and int(level[1]) > 0)
 
 
 def squeezed(pressure_level: str) -> bool:
-    """From `sysctl -n kern.memorystatus_vm_pressure_level`."""
+    """Parses `sysctl -n kern.memorystatus_vm_pressure_level`."""
     return pressure_level.strip().isdigit() and int(pressure_level) >= WARNING
 
 
 def untouched_seconds(ioreg: str) -> float | None:
-    """From `ioreg -c IOHIDSystem`: since somebody last used keyboard or pointer of a Mac; None: not known."""
+    """Parses `ioreg -c IOHIDSystem`: seconds since the last use of keyboard or pointer on a Mac; None: unknown."""
     found = re.search(r'"HIDIdleTime"\s*=\s*(\d+)', ioreg)
     return None if found is None else int(found[1]) / 1e9
 
@@ -98,12 +98,12 @@ def untouched_seconds(ioreg: str) -> float | None:
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="ascii", errors="replace").strip()
-    except OSError:  # not there, or not readable just now
+    except OSError:  # missing or unreadable
         return ""
 
 
 def _folders(root: Path, pattern: str, *names: str) -> list[dict[str, str]]:
-    """Of each folder, the files so named, by name."""
+    """The files with these names in each matching folder."""
     return [{file.name: _read(file) for name in names for file in folder.glob(name)} for folder in root.glob(pattern)]
 
 
@@ -117,7 +117,7 @@ def _ask(*command: str) -> str:
 
 
 def on_linux(training: TrainingSettings, root: Path = Path("/")) -> Strain | None:
-    """Why training should pause, None when nothing is known against it. root: where /sys and /proc are."""
+    """Why training should pause, or None. root: the folder that contains /sys and /proc."""
     supplies = _folders(root / "sys/class/power_supply", "*", "type", "status", "scope", "online")
     if training.pause_on_battery and discharging(supplies):
         return Strain.BATTERY
@@ -130,7 +130,7 @@ def on_linux(training: TrainingSettings, root: Path = Path("/")) -> Strain | Non
 
 
 def on_macos(training: TrainingSettings, ask: Callable[..., str] = _ask) -> Strain | None:
-    """The same, from what macOS's tools answer."""
+    """Why training should pause, or None, from the output of macOS's tools."""
     if training.pause_on_battery and drawn_from_battery(ask("/usr/bin/pmset", "-g", "batt")):
         return Strain.BATTERY
     if training.pause_when_hot and slowed_down(ask("/usr/bin/pmset", "-g", "therm")):
@@ -142,19 +142,18 @@ def on_macos(training: TrainingSettings, ask: Callable[..., str] = _ask) -> Stra
 
 
 def user_on_macos(ask: Callable[..., str] = _ask) -> str | None:
-    """That somebody uses this Mac, None when nobody is known to."""
+    """A message when a person is using this Mac, otherwise None."""
     untouched = untouched_seconds(ask("/usr/sbin/ioreg", "-c", "IOHIDSystem", "-d", "4"))
-    return "somebody uses the machine" if untouched is not None and untouched < AWAY_SECONDS else None
+    return "the machine is in use" if untouched is not None and untouched < AWAY_SECONDS else None
 
 
 def somebody_here() -> Callable[[], str | None]:
-    """Says that somebody uses this machine. Linux does not tell."""
+    """Returns the check whether a person is using this machine. Linux does not report that."""
     return Cached(user_on_macos) if sys.platform == "darwin" else lambda: None
 
 
 def machine_strain(training: TrainingSettings) -> Callable[[], Strain | None]:
-    """Why training should pause now, None when nothing is known against it: by the checks of this system, macOS or Linux, that
-    `training` enables."""
+    """Returns the check why training should pause now: the checks for this system, macOS or Linux, that `training` enables."""
     check = on_macos if sys.platform == "darwin" else on_linux
     return Cached(lambda: check(training))
 
@@ -163,7 +162,7 @@ T = TypeVar("T")
 
 
 class Cached(Generic[T]):
-    """The result of `check`, up to EVERY_SECONDS old."""
+    """The result of `check`, cached for EVERY_SECONDS."""
 
     def __init__(self, check: Callable[[], T], clock: Callable[[], float] = time.monotonic) -> None:
         self._check = check
@@ -172,7 +171,7 @@ class Cached(Generic[T]):
         self._checked = -math.inf
 
     def __call__(self) -> T:
-        """The system is read at most every EVERY_SECONDS."""
+        """Calls `check` at most once every EVERY_SECONDS."""
         now = self._clock()
         if now - self._checked >= EVERY_SECONDS:
             self._result, self._checked = self._check(), now

@@ -1,4 +1,4 @@
-"""What a training child may send: one JSON object a line, parsed into these types."""
+"""Messages that a training child may send: one JSON object per line, parsed into these types."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Adapter id, or "candidate", to its scores. by_adapter: on logged texts. golden: on the golden set, where there is one.
-    steps: what a draft step costs with each, in any unit."""
+    """Scores by adapter id or "candidate". by_adapter: on logged texts. golden: on the golden set, if there is one.
+    steps: cost of a draft step with each adapter, in any unit."""
 
     by_adapter: Mapping[str, Sequence[Score]]
     golden: Mapping[str, Sequence[Score]]
     steps: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def lengths(self, adapter: str) -> int:
-        """Draft lengths that it was scored at; 0 without scores."""
+        """Number of draft lengths it was scored at; 0 without scores."""
         return max((len(score.calls) for score in self.by_adapter.get(adapter, ())), default=0)
 
     def step(self, adapter: str, *, relative_to: str) -> float:
-        """How many times what it costs with `relative_to` a draft step costs with `adapter`; 1 where that was not measured."""
+        """Cost of a draft step with `adapter`, relative to one with `relative_to`; 1 when not measured."""
         if adapter not in self.steps or relative_to not in self.steps:
             return 1.0
         return self.steps[adapter] / self.steps[relative_to]
@@ -44,7 +44,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Generation ids of what a run learns from besides what it was claimed for."""
+    """Ids of the generations a run learns from, in addition to those it was claimed for."""
 
     window: tuple[str, ...]
     replay: tuple[str, ...]
@@ -52,12 +52,12 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The child has sent all that it was asked for."""
+    """The child has sent everything it was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The job ended without a result, for this reason. state: what that makes of its run."""
+    """The job ended without a result, for this reason. state: the resulting state of its run."""
 
     reason: str
     state: RunState = RunState.FAILED
@@ -65,7 +65,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Throttled:
-    """For how many seconds the child has slept so far to leave the device to others."""
+    """Seconds for which the child has slept so far to leave the device to others."""
 
     seconds: float
 
@@ -75,7 +75,7 @@ Message: TypeAlias = Progress | Texts | Candidate | Scores | Ending
 
 
 def parse(message: Mapping[str, object]) -> Message | Throttled:
-    """One JSON object of the child's. Raises ValueError when it is none that a child may send."""
+    """Parses one JSON object from the child. Raises ValueError for an invalid message."""
     match message.get("type"):
         case "progress":
             return Progress(
@@ -130,14 +130,14 @@ def _list(message: Mapping[str, object], name: str) -> list[object]:
 def _text(message: Mapping[str, object], name: str) -> str:
     value = message.get(name)
     if not isinstance(value, str) or not value:
-        raise ValueError(f"{name} is not a text")
+        raise ValueError(f"{name} is not a non-empty string")
     return value
 
 
 def _names(message: Mapping[str, object], name: str) -> tuple[str, ...]:
     found = _list(message, name)
     if not all(isinstance(one, str) for one in found):
-        raise ValueError(f"{name} holds something that is not a text")
+        raise ValueError(f"{name} contains a value that is not a string")
     return tuple(str(one) for one in found)
 
 
@@ -161,12 +161,12 @@ def _finite(value: object, name: str) -> float:
 def _positive(value: object, name: str) -> float:
     number = _finite(value, name)
     if number <= 0:
-        raise ValueError(f"{name} is not above 0")
+        raise ValueError(f"{name} is not positive")
     return number
 
 
 def _optional(message: Mapping[str, object], name: str) -> float | None:
-    """A number that may be absent, or not finite for one step of a run that survives it."""
+    """A number that may be absent, or not finite in a single step of a run that continues."""
     value = message.get(name)
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return None
@@ -182,7 +182,7 @@ def _score(value: object) -> Score:
     item = _object(value, "score")
     domain, conversation = item.get("domain"), item.get("conversation", "")
     if not isinstance(domain, str) or not isinstance(conversation, str):
-        raise ValueError("domain or conversation is not a text")
+        raise ValueError("domain or conversation is not a string")
     return Score(
         generation=_text(item, "generation"),
         domain=domain,

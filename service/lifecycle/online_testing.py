@@ -1,8 +1,8 @@
-"""The level at which the next hypothesis of an endless stream is tested: LORD++ (Ramdas, Yang, Wainwright & Jordan 2017).
+"""The level at which the next hypothesis of an unbounded stream is tested: LORD++ (Ramdas, Yang, Wainwright & Jordan 2017).
 
-Before the first discovery all levels together sum to at most FIRST, so that a stream of candidates that are all noise has any
-promoted with at most that probability, whatever their dependence. Each discovery refills the budget: the expected share of
-false ones among all discoveries stays below SHARE. Pure function of earlier outcomes.
+Before the first discovery all levels sum to at most FIRST: a stream of candidates without any gain leads to a promotion
+with at most that probability, under any dependence. Each discovery refills the budget: the expected fraction of false
+discoveries stays below SHARE. Pure function of earlier outcomes.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Sequence
 FIRST = 0.05
 """Probability that a stream without a single true hypothesis leads to any discovery."""
 SHARE = 0.10
-"""Bound on the expected share of false discoveries."""
+"""Bound on the expected fraction of false discoveries (false discovery rate)."""
 LARGEST = 0.05
-"""No hypothesis is tested at a higher level than this, however full the budget is."""
+"""Upper limit of every level, however full the budget is."""
 DECAY = 1.5
-"""The part of a budget that is spent j hypotheses after its arrival falls as j ** -DECAY: slowly enough that a hundred refusals
-leave a level that a clear gain still passes."""
+"""The part of a budget that is spent j hypotheses after its arrival falls as j ** -DECAY: slowly enough that a clear
+gain still passes after a hundred refusals."""
 _ZETA = 2.612375348685488
 """Sum of j ** -DECAY over all j."""
 
 
 def next_level(discoveries: Sequence[bool]) -> float:
-    """The level of the next test. discoveries: for each earlier test, oldest first, whether it was one."""
+    """The level of the next test. discoveries: for each earlier test, oldest first, whether it was a discovery."""
     now = len(discoveries) + 1
     found = [number for number, discovery in enumerate(discoveries, start=1) if discovery]
     level = FIRST * _spent(now)
@@ -33,5 +33,5 @@ def next_level(discoveries: Sequence[bool]) -> float:
 
 
 def _spent(age: int) -> float:
-    """Share of a budget that is spent on the hypothesis that comes so many after it arrived."""
+    """Fraction of a budget that is spent on the hypothesis `age` tests after the budget arrived."""
     return age**-DECAY / _ZETA

@@ -1,4 +1,4 @@
-"""What an operator chose about practice, which outlives a restart."""
+"""An operator's choice about practice, kept across restarts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from service.store.permissions import private_folder
 log = logging.getLogger(__name__)
 
 FILE = "practice.json"
-"""In the home folder."""
+"""File name in the home folder."""
 CONFIGURED = "training.practice is set in the configuration"
 
 
@@ -27,8 +27,9 @@ class _Stored(BaseModel):
 
 
 class PracticeChoice:
-    """Whether practice starts by itself here: what `training.practice` says where it is set, else what an operator chose, else
-    not. The choice is a file in the home folder, read once: other processes follow it from their next start on."""
+    """Whether practice starts automatically here: `training.practice` if it is set, otherwise the operator's choice,
+    otherwise off. The choice is a file in the home folder that is read once; other processes see a change at their next
+    start."""
 
     def __init__(self, training: TrainingSettings, home: Path) -> None:
         self.configured = "practice" in training.model_fields_set
@@ -38,17 +39,17 @@ class PracticeChoice:
 
     @property
     def on(self) -> bool:
-        """Whether practice starts by itself."""
+        """Whether practice starts automatically."""
         return self._on is True
 
     @property
     def open(self) -> bool:
-        """Whether neither the configuration nor an operator has said it."""
+        """Whether neither the configuration nor an operator has decided."""
         return self._on is None
 
     def make(self, on: bool) -> None:
-        """Choose, for the next starts too. Raises Conflict where the configuration says it, Unavailable where the file cannot
-        be written; nothing has changed then."""
+        """Stores the choice, also for later starts. Raises Conflict when the configuration decides, Unavailable when
+        the file cannot be written; nothing has changed then."""
         if self.configured:
             raise Conflict(CONFIGURED)
         try:
@@ -63,11 +64,11 @@ class PracticeChoice:
         except FileNotFoundError:
             return None
         except (OSError, ValueError):
-            log.warning("%s cannot be read or is damaged: it counts as no choice, and practice is off", self._path)
+            log.warning("%s cannot be read or is damaged: practice is off until it is chosen again", self._path)
             return None
 
     def _write(self, stored: _Stored) -> None:
-        """Whole or not at all, for this user alone. Raises OSError."""
+        """Writes the file atomically, readable only by this user. Raises OSError."""
         private_folder(self._path.parent)
         with NamedTemporaryFile(dir=self._path.parent, prefix=f".{FILE}.", suffix=".part", delete=False) as file:
             part = Path(file.name)

@@ -1,4 +1,4 @@
-"""Starts practice runs by itself, where practice is on and nothing is asked, and says why none starts."""
+"""Starts practice runs automatically when practice is on and the server is idle, and reports why none starts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 
 
 class PracticeStarter:
-    """choice: whether practice is on, and who says so. idle_seconds: for how long nothing has been asked here. user: that
-    somebody uses the machine."""
+    """choice: whether practice is on, and who decided that. idle_seconds: seconds since this server last handled a
+    request. user: a message when a person is using the machine."""
 
     def __init__(
         self,
@@ -31,24 +31,24 @@ class PracticeStarter:
         self._idle_seconds = idle_seconds
         self._user = user
         self._waits: str | None = None
-        """Why no practice started when that was last asked."""
+        """Why no practice run started at the last check."""
         self._run: int | None = None
-        """The newest run that was claimed here."""
+        """The newest run claimed here."""
 
     @property
     def impossible(self) -> str | None:
-        """Why no practice can start by itself here, whatever is chosen."""
+        """Why practice cannot start automatically here, whatever is chosen."""
         context, rules = self._context, self._context.rules.training
         if not context.who.draft:
             return "this server runs without a draft model"
         if context.rules.spec.get("k") == 0:
             return "this server does not draft (engine.num_draft_tokens is 0)"
         if not rules.enabled:
-            return "no run starts by itself (training.enabled is false)"
+            return "runs do not start automatically (training.enabled is false)"
         return None if rules.run_here else "this server leaves runs to others (training.run_here is false)"
 
     def state(self, *, working: bool) -> PracticeState:
-        """See core.Operator. working: a child is under way."""
+        """See core.Operator. working: a child is running."""
         if (impossible := self.impossible) is not None:
             return PracticeState(False, impossible)
         on = self._choice.on
@@ -56,17 +56,17 @@ class PracticeStarter:
         return PracticeState(on, CONFIGURED if self._choice.configured else None, waits)
 
     def choose(self, on: bool) -> None:
-        """Turn practice on or off. Raises what PracticeChoice.make does."""
+        """Turns practice on or off. Raises what PracticeChoice.make raises."""
         self._choice.make(on)
         self._waits = None
-        log.info("practice is turned %s", "on" if on else "off")
+        log.info("practice turned %s", "on" if on else "off")
 
     def started(self, run: TrainingRun) -> bool:
-        """Whether the run is the newest that was claimed here."""
+        """Whether this is the newest run claimed here."""
         return run.id == self._run
 
     def claim(self, hindered: str | None) -> TrainingRun | None:
-        """Claim a practice run, if practice is on and one is due. hindered: why no run at all may start."""
+        """Claims a practice run if practice is on and one is due. hindered: why no run at all may start."""
         if not self._choice.on or self.impossible is not None:
             return None
         self._waits = hindered
@@ -87,7 +87,7 @@ class PracticeStarter:
             return None
         run = training.claim_practice(context, minutes, None, asked=False)
         if run is None:
-            self._waits = "nothing has been recorded yet that it could begin like"
+            self._waits = "no recorded prompt to start from yet"
         else:
             self._run = run.id
         return run

@@ -14,16 +14,16 @@ log = logging.getLogger(__name__)
 
 BATCH = 32
 ATTEMPTS = 5
-"""Tries of one batch before it is dropped: a batch that can never be written must not block those behind it."""
+"""Attempts to write one batch before it is dropped: a batch that can never be written must not block later ones."""
 
 
 class Recorder:
-    """Takes finished generations from the engine and writes them behind its back.
+    """Takes finished generations from the engine and writes them in the background.
 
-    `record` only appends to a buffer of `capacity` generations. One thread of its own hands batches to the store and
-    waits for each, so that at most one batch is ever queued there. When the store is slow or gone the buffer fills,
-    and then the oldest generations go (the newest are what training wants); every loss is counted and reported
-    to `on_drop`, which is called from the engine's or the recorder's thread and must return at once.
+    `record` only appends to a buffer of `capacity` generations. A dedicated thread hands batches to the store and waits
+    for each, so at most one batch is queued there. When the store is slow or unavailable, the buffer fills up and the
+    oldest generations are dropped, because training needs the newest. Every loss is counted and reported to `on_drop`,
+    which is called from the engine's or the recorder's thread and must return at once.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Recorder:
         self._buffer: deque[Generation] = deque()
         self._in_flight = 0
         self._batches = 0
-        """Written or given up."""
+        """Batches that were written or dropped."""
         self._dropped = 0
         self._closing = threading.Event()
         self._changed = threading.Condition()
@@ -69,24 +69,24 @@ class Recorder:
         self._drop(lost)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until everything recorded so far is written or given up. False when that took longer than `timeout`."""
+        """Waits until everything recorded so far is written or dropped. False after `timeout` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._buffer and not self._in_flight, timeout)
 
     def forget(self, selection: Selection, timeout: float = 60.0) -> None:
-        """Drop what is selected of the buffer, and wait for the batch that is being written: its rows can be deleted then.
-        Raises Unavailable when that takes longer than `timeout`."""
+        """Drops the selected generations from the buffer and waits for the batch being written, so that its rows can
+        then be deleted. Raises Unavailable after `timeout` seconds."""
         with self._changed:
             staying = [one for one in self._buffer if not selection.covers(one.id, one.prompt, one.created_at)]
             self._buffer = deque(staying)
             number = self._batches
             if not self._changed.wait_for(lambda: not self._in_flight or self._batches > number, timeout):
-                raise Unavailable("what was recorded last is still being written: the database is busy")
+                raise Unavailable("the last recorded generations are still being written: the database is busy")
 
     def close(self, timeout: float) -> bool:
-        """Refuse new generations and write what is there for at most `timeout` seconds; what is left then is dropped.
+        """Refuses new generations and writes the buffered ones for at most `timeout` seconds; the rest is dropped.
 
-        True when nothing was left. Idempotent.
+        True when everything was written. Idempotent.
         """
         with self._changed:
             self._closing.set()
@@ -111,7 +111,7 @@ class Recorder:
                 self._in_flight = len(batch)
             if not self._write(batch):
                 self._drop(len(batch))
-            # Else it would stay until there is another.
+            # Otherwise the batch would stay in memory until the next one.
             del batch
             with self._changed:
                 self._in_flight = 0
@@ -124,8 +124,8 @@ class Recorder:
                 self._generations.add(batch).result()
                 return True
             except Outdated:
-                return False  # reported once, where this process's lease is renewed
-            except Exception as error:  # noqa: BLE001  (whatever the store does, this thread lives)
+                return False  # logged once, where this process's lease is renewed
+            except Exception as error:  # noqa: BLE001  (this thread must survive any error of the store)
                 log.warning("could not record %d generations: %s", len(batch), type(error).__name__)
             if self._closing.wait(self._backoff * 2**attempt):
                 break

@@ -1,4 +1,4 @@
-"""Notices at once that requests wait for a row, or that any is answered: a child has to pause then."""
+"""Notices immediately when requests wait for a row, or when any request is answered, so that a child can pause."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05
 QUIET_SECONDS = 0.5
-"""A queue that has been empty for so long is over: a child that paused for less would only lose time."""
+"""A queue counts as empty after this many seconds without a request: pausing a child for less would only waste time."""
 IDLE_SECONDS = 5.0
-"""Clients that ask one thing after another leave pauses: nothing is asked any more when it was quiet for so long."""
+"""A server counts as idle after this many seconds without a request: clients leave short gaps between consecutive requests."""
 
 
 class RequestMonitor:
-    """Calls `on_change` on a thread of its own whenever `busy` changes: true as soon as `notify` is called, false once
-    `count()`, the number of requests that are meant, has been 0 for `quiet_seconds`."""
+    """Calls `on_change` on a dedicated thread whenever `busy` changes. It becomes true when `notify` is called, and
+    false once `count()`, the number of requests watched for, has been 0 for `quiet_seconds`."""
 
     def __init__(
         self, count: Callable[[], int], on_change: Callable[[], None], quiet_seconds: float = QUIET_SECONDS
@@ -34,31 +34,31 @@ class RequestMonitor:
 
     @property
     def busy(self) -> bool:
-        """True from the first request until there has been none for a moment."""
+        """True from the first request until there has been none for `quiet_seconds`."""
         return self._busy.is_set()
 
     @property
     def quiet_for(self) -> float:
-        """Seconds since there was a request; 0 while `busy`."""
+        """Seconds since the last request; 0 while `busy`."""
         return 0.0 if self.busy else time.monotonic() - self._quiet_since
 
     def notify(self) -> None:
-        """There is one more request. Returns at once, from any thread."""
+        """Reports one more request. Returns at once, from any thread."""
         self._wake.set()
 
     def start(self) -> None:
-        """Start the thread. Call once."""
+        """Starts the thread. Call once."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Idempotent."""
+        """Stops the thread. Idempotent."""
         self._stopping = True
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def _run(self) -> None:
-        while not self._stopping:  # asked again: the loop below may have cleared what `stop` set
+        while not self._stopping:  # checked again: the loop below may have cleared what `stop` set
             self._wake.wait()
             if self._stopping:
                 return
@@ -81,5 +81,5 @@ class RequestMonitor:
         try:
             self._on_change()
         except Exception:
-            # This thread must live; the next tick does the same.
+            # This thread must survive; the next tick retries.
             log.exception("the child could not be paused or resumed")

@@ -1,4 +1,4 @@
-"""When runs on logged texts may start by themselves: what the rules of `policy` need to know, gathered."""
+"""When runs on logged texts may start automatically: gathers the inputs for the rules in `policy`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from service.store.registry.adapters import EvaluationKind
 from service.store.registry.run_history import RunTimes, run_times
 
 RUNS = 16
-"""Newest runs that are searched for refusals in a row."""
+"""Number of newest runs searched for consecutive refusals."""
 
 
 class RunTiming:
-    """idle_seconds: for how long nothing has been asked here."""
+    """idle_seconds: seconds since this server last handled a request."""
 
     def __init__(self, context: LifecycleContext, idle_seconds: Callable[[], float]) -> None:
         self._context = context
@@ -25,18 +25,18 @@ class RunTiming:
         self._busy = policy.BusyTime()
         self._observed_at = context.timer()
         self._held_out: tuple[int, HeldOut] | None = None
-        """At which end of the log it was counted, and the count."""
+        """The count of held-out texts, and the end of the log at which it was made."""
         self.waits: str | None = None
-        """Why no run started when that was last looked at."""
+        """Why no run started at the last check."""
 
     def observe(self) -> None:
-        """Count the time since the last call as time in which requests were answered, or not."""
+        """Counts the time since the last call as busy or idle."""
         now = self._context.timer()
         self._busy.add(max(now - self._observed_at, 0.0), busy=self._idle_seconds() == 0.0)
         self._observed_at = now
 
     def hindrance(self) -> str | None:
-        """Why no run should start now although there is enough to learn; None: it may."""
+        """Why no run should start now although there is enough to learn, or None."""
         gates, rules = self._gates(), self._context.rules
         times = self._times()
         return (
@@ -46,10 +46,10 @@ class RunTiming:
         )
 
     def state(self, *, working: bool) -> LearningState:
-        """See core.Operator. working: a child is under way."""
+        """See core.Operator. working: a child is running."""
         context, gates, times = self._context, self._gates(), self._times()
         (level, after), held_out = policy.levels(gates), self._count_held_out()
-        # The process that leads looks whether a run is due; the others know of the held-out texts alone.
+        # Only the process that leads checks whether a run is due; the others know only about held-out texts.
         waits = None if working else self.waits or policy.unjudgeable(held_out, context.rules.gate, level)
         return LearningState(
             waits=waits,
@@ -85,7 +85,7 @@ class RunTiming:
         return self._held_out[1]
 
     def _against_base(self) -> dict[str, tuple[float, float, float]]:
-        """What the gate of the active adapter found of it against the base draft, by set."""
+        """Gains of the active adapter over the base draft at its gate, by set."""
         ref = self._context.active_ref()
         gates = [] if ref is None else self._context.stores.adapters.evaluations(ref.id, EvaluationKind.GATE)
         if ref is None or not gates:
@@ -94,8 +94,8 @@ class RunTiming:
 
 
 def against_base(ref: AdapterRef, verdict: Verdict) -> dict[str, tuple[float, float, float]]:
-    """Gains (gain, low, high) of an adapter against the base draft, by set: as the gate bounded them, or those of the golden
-    set and the domains where its parent is the base draft."""
+    """Gains (gain, low, high) of an adapter over the base draft, by set: as bounded by the gate, or those of the golden
+    set and the domains when its parent is the base draft."""
     if ref.parent != BARE_DRAFT:
         return {
             name.removesuffix(AGAINST_BASE): gain

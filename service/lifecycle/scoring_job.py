@@ -1,4 +1,4 @@
-"""A child that scores adapters: what the watch's comparison and the measurement of a gain have in common."""
+"""A child that scores adapters: the common part of the watch's comparison and the gain measurement."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class ScoringJob(ABC):
 
     @property
     def limit_seconds(self) -> float:
-        """As a run's."""
+        """The time limit of a training run."""
         return self._context.rules.training.timeout_seconds
 
     def handle(self, message: Message) -> None:
-        """Keep the scores; use them when the child is done."""
+        """Keeps the scores, and uses them when the child is done."""
         match message:
             case Scores():
                 self._scores = message
@@ -40,12 +40,12 @@ class ScoringJob(ABC):
             case Failed(reason):
                 self._fail(reason)
             case _:
-                log.warning("a child that scores has no use for %s", type(message).__name__)
+                log.warning("a scoring child sent an unexpected %s", type(message).__name__)
 
     @abstractmethod
     def _use(self, scores: Scores) -> None:
-        """The child is done. scores: empty where it sent none."""
+        """Called when the child is done. scores: empty if it sent none."""
 
     @abstractmethod
     def _fail(self, reason: str) -> None:
-        """The child ended without a result."""
+        """Called when the child ended without a result."""

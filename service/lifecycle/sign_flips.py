@@ -1,6 +1,6 @@
-"""Tests of paired differences by random signs (Fisher 1935): where two adapters are equally good, each conversation's
-difference is as likely to have either sign. Given the magnitudes, the sum of the differences then has a known distribution,
-whatever the sample size, and no moment has to be estimated. Pure functions of values.
+"""Tests of paired differences by random signs (Fisher 1935). If two adapters are equally good, each conversation's
+difference is equally likely to have either sign. Given the magnitudes, the sum of the differences then has a known
+distribution for any sample size, and no moment has to be estimated. Pure functions of values.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ Differences = NDArray[np.float64]
 
 _BISECTIONS = 60
 _STRENGTHS = np.linspace(0.0, 5.0, 129)[1:]
-"""Betting strengths of `e_value`'s mixture, in units of one over the differences' root mean square, which is the prior's
-standard deviation."""
+"""Betting strengths in the mixture of `e_value`, in units of 1 / RMS of the differences, which is the prior's standard
+deviation."""
 _PRIOR = np.exp(-(_STRENGTHS**2) / 2) / np.exp(-(_STRENGTHS**2) / 2).sum()
 
 
 def p_value(differences: Differences) -> float:
-    """One-sided p-value of the hypothesis that the differences are not positive: the share of all assignments of signs that
-    give at least this sum.
+    """One-sided p-value of the hypothesis that the differences are not positive: the fraction of all sign assignments
+    whose sum is at least the observed one.
 
-    The share is computed by a saddlepoint approximation (Lugannani & Rice 1980; Robinson 1982), which keeps its relative
-    accuracy far into the tail, where a test of an endless stream works and where resampling would need millions of draws.
+    It is computed by a saddlepoint approximation (Lugannani & Rice 1980; Robinson 1982), which stays accurate relative
+    to the p-value far into the tail. Tests in an unbounded stream work there, and resampling would need millions of
+    draws.
     """
     total, magnitudes = float(differences.sum()), np.abs(differences[differences != 0.0])
     if total <= 0.0:
@@ -35,7 +36,7 @@ def p_value(differences: Differences) -> float:
     magnitudes, total = magnitudes / scale, total / scale
     if total >= magnitudes.sum() * (1.0 - 1e-9):
         return smallest
-    # Halfway to the next possible sum: calls are whole numbers for greedy texts, and so are their sums.
+    # Continuity correction by half a lattice step: calls are whole numbers for greedy texts, and so are their sums.
     total -= float(magnitudes.min())
     if total <= 0.0:
         return 0.5
@@ -55,12 +56,12 @@ def p_value(differences: Differences) -> float:
 
 
 def e_value(differences: Differences) -> float:
-    """Evidence that the differences are positive. As they accumulate, it exceeds 1 / alpha at any time, however often it is
-    looked at, with a probability of at most alpha where they are not (Ville's inequality).
+    """Evidence that the differences are positive. If they are not, it ever exceeds 1 / alpha with probability at most
+    alpha, however often it is checked while data accumulate (Ville's inequality).
 
-    It is the capital of bets on each difference's sign, given its magnitude, averaged over a half-normal prior of the betting
-    strength (the normal mixture of Robbins 1970, with the exact moment generating function of a random sign in place of its
-    sub-Gaussian bound). The prior's scale comes from the magnitudes seen so far.
+    It is the capital from bets on each difference's sign, given its magnitude, averaged over a half-normal prior of the
+    betting strength (the normal mixture of Robbins 1970, with the exact moment generating function of a random sign in
+    place of its sub-Gaussian bound). The prior's scale comes from the magnitudes seen so far.
     """
     scale = math.sqrt(float((differences**2).mean())) if len(differences) else 0.0
     if scale == 0.0:
@@ -68,12 +69,12 @@ def e_value(differences: Differences) -> float:
     bets = _STRENGTHS[:, None] * differences / scale
     logs = np.log(_PRIOR) + (bets - _log_cosh(bets)).sum(axis=1)
     largest = float(logs.max())
-    # More than 1e300 to one is no different from that.
+    # Capped: beyond 1e300 to one the value makes no difference.
     return math.exp(min(largest + math.log(float(np.exp(logs - largest).sum())), 690.0))
 
 
 def _mean(magnitudes: Differences, tilt: float) -> float:
-    """Expected sum where signs are tilted towards plus."""
+    """Expected sum when signs are tilted towards plus."""
     return float((magnitudes * np.tanh(tilt * magnitudes)).sum())
 
 

@@ -1,8 +1,9 @@
-"""The supervisor of the training loop: an idempotent tick that handles the child, gates, watches, starts runs and cleans up.
+"""The supervisor of the training loop. Its idempotent tick handles the child process, gates, watches, new runs and clean-up.
 
-The truth is in rows. What is held in memory (the child, a count of failed comparisons) may vanish at any moment: the next start
-finds every run and adapter in a legal state and goes on from there. Where several processes share the database, one of a pair
-leads: it starts runs and comparisons. All follow the rows.
+The database is the source of truth. State in memory (the child, a count of failed comparisons) can be lost at any time:
+after a restart every run and adapter is in a legal state, and the supervisor continues from there. When several
+processes share the database, one process per pair leads: it starts runs and comparisons. Every process follows the
+rows.
 """
 
 from __future__ import annotations
@@ -51,21 +52,23 @@ from service.store.artifacts import remove_folder
 log = logging.getLogger(__name__)
 
 WATCHES = 16
-"""Verdicts of the watch that are searched for adapters rolled back in a row."""
+"""Number of recent watch verdicts searched for consecutive rollbacks."""
 CLEAN_EVERY = 40
-"""Ticks between two clean-ups."""
+"""Ticks between clean-ups."""
 COSTS_SECONDS = 3600.0
-"""How often a server records what rounds cost there."""
+"""Interval at which a server records its measured round costs."""
 
 
 class Supervisor:
-    """core.Operator, and the tick. context.members has joined. practice: whether it starts by itself, and who says so. busy:
-    whether serving needs the machine for itself. idle_seconds: for how long nothing has been asked here. strain: why the
-    machine cannot spare what training takes; user: that somebody uses it (None: by the rules, as far as the system tells).
-    forget: every place outside the rows that keeps texts after their requests have ended, by name.
+    """Implements core.Operator and the tick. `context.members` must have joined.
 
-    At most one child at a time. A run is this supervisor's own from the moment it claimed it; another's is left alone as long
-    as its process is a member.
+    practice: whether practice starts automatically, and who decided that. busy: whether serving needs the whole
+    machine. idle_seconds: seconds since this server last handled a request. strain: why the machine cannot spare what
+    training takes. user: a message when a person is using the machine (None: detect it with the system's tools).
+    forget: by name, every store of request text outside the database.
+
+    At most one child runs at a time. A run belongs to this supervisor from the moment it claims it. Another process's
+    run is left alone as long as that process is a member.
     """
 
     def __init__(
@@ -94,7 +97,7 @@ class Supervisor:
         self._eraser = Eraser(context, self._jobs, forget or {})
         self._lock = threading.RLock()
         self._switch_error = ""
-        """Why the active adapter was not served last time."""
+        """Why the engine could not serve the active adapter the last time."""
         self._costs_at = -math.inf
         self._ticks = 0
         self._stopped = False
@@ -102,7 +105,7 @@ class Supervisor:
     # -------------------------------------------------------------------------------------------------- start and stop
 
     def start(self) -> None:
-        """Register the pair that is served, end what ended processes left open, and serve the active adapter."""
+        """Registers the served pair, ends what dead processes left open, and serves the active adapter."""
         with self._lock:
             self._context.members.register_pair(self._context.who, trains=self._context.trains)
             self._context.give_up_orphans()
@@ -112,7 +115,7 @@ class Supervisor:
             self._gains.announce()
 
     def stop(self) -> None:
-        """End a child under way; its run becomes ENDED, which frees its texts. Idempotent."""
+        """Ends the running child. Its run becomes ENDED, which frees its texts. Idempotent."""
         with self._lock:
             self._stopped = True
             jobs = self._eraser.drop_ended_jobs()
@@ -122,20 +125,20 @@ class Supervisor:
                 for each in jobs:
                     each.abandon("the server was stopped")
             except StoreError as error:
-                log.warning("the next start has to end the run: %s", error)
+                log.warning("the run could not be ended in the database; the next start will end it: %s", error)
 
     @property
     def working(self) -> bool:
-        """Whether a child is under way."""
+        """Whether a child is running."""
         return self._jobs.job is not None
 
     def pause_child(self) -> None:
-        """Pause the child under way while serving is busy, or resume it. Called whenever that changes; waits for no tick."""
+        """Pauses the running child while serving is busy, or resumes it. Called on every change, independently of the tick."""
         self._jobs.pause_for_requests()
 
     def tick(self) -> None:
-        """Do everything that is due; safe to call at any time, from any thread, any number of times. Raises what went wrong:
-        the next tick tries again."""
+        """Does everything that is due. Safe to call at any time, from any thread, any number of times. Errors are
+        raised; the next tick tries again."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -153,9 +156,10 @@ class Supervisor:
             self._lock.release()
 
     def follow(self) -> None:
-        """Do what must not wait for a tick: handle what the child sent, start a comparison that is due, and do what other
-        processes of the database have decided: forget what they erase, serve what they promote, stop a child whose run they
-        ended; and give up those that have ended. Called more often than `tick`; does nothing while that is at work."""
+        """Does what cannot wait for a tick: handles the child's messages, starts a comparison that is due, and follows
+        decisions of other processes that share the database (forgets texts they erase, serves adapters they promote,
+        stops a child whose run they ended). Also removes processes that have died. Called more often than `tick`; does
+        nothing while `tick` is running."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -171,23 +175,23 @@ class Supervisor:
                 elif self._context.trains and not self.working and not self._eraser.under_way:
                     self._start_comparison()
         except StoreError:
-            # Ticks report it, which are fewer.
+            # `tick` reports the error, and runs less often.
             pass
         finally:
             self._lock.release()
 
     def rejoin(self) -> None:
-        """This process did not answer for too long and was given up: forget everything, since what was erased meanwhile is not
-        known, and join again."""
+        """Rejoins after this process missed its lease and was removed. It forgets all request text, because it cannot
+        know what was erased in the meantime."""
         with self._lock:
             if self._stopped:
                 return
             log.warning(
-                "others of the database gave this process up: its run is lost, and it forgets what it remembers"
+                "this process missed its lease and was removed: its run is lost, and it forgets all request text held in memory"
             )
             self._jobs.end()
             self._eraser.forget_everything()
-            # Only now may it write again: what it had to write was of texts that may be erased.
+            # Only now may it write again: its pending writes were about texts that may have been erased.
             self._context.members.join()
             self._context.members.register_pair(self._context.who, trains=self._context.trains)
 
@@ -202,26 +206,26 @@ class Supervisor:
             self._serve_active()
         if not self.working:
             self._end_childless_run()
-        # On top of what serves: where that cannot be loaded nothing is trained.
+        # A run trains on top of the serving adapter: if that cannot be loaded, nothing is trained.
         leads = context.trains and context.members.leads() and not self.working
         if leads and not context.switching.behind() and not self._eraser.under_way:
             self._start_work()
-        # A child that was just started, when serving was busy already.
+        # Serving may already have been busy when the child was started.
         self.pause_child()
 
     def _end_childless_run(self) -> None:
-        """End a run of this process that has no child: an error came between its claim and its start."""
+        """Ends a run of this process that has no child because an error occurred between its claim and its start."""
         context = self._context
         run = context.stores.runs.current(context.who)
         if run is not None and run.owner == context.members.token and not self._eraser.waiting:
             context.end_run(run.id, RunState.FAILED, "its child could not be started")
 
     def _start_work(self) -> None:
-        """Start what one process of the pair has to do: a run that waits, a comparison, or a run that is due."""
+        """Starts the work of the process that leads the pair: a waiting run, a comparison, or a run that is due."""
         context = self._context
         run = context.stores.runs.current(context.who)
         if run is not None:
-            # Asked for where nobody trains.
+            # It was requested on a process that does not train.
             if (
                 run.owner is None
                 and self._borrow(run)
@@ -243,7 +247,7 @@ class Supervisor:
         context, rules = self._context, self._context.rules.training
         counts = context.stores.training_texts.untrained(context.who)
         if context.rules.spec.get("k") == 0:
-            # The draft is switched off: undrafted texts do not call for a better one.
+            # Drafting is switched off: undrafted texts do not call for a better draft.
             counts = replace(counts, undrafted=0)
         watched = context.stores.adapters.watched(context.who.target, context.who.draft, WATCHES)
         hindered = policy.hindrance(
@@ -271,7 +275,7 @@ class Supervisor:
         else:
             self._timing.waits = SHORT
             return
-        # Without a run what was borrowed goes back.
+        # Without a run, the borrowed memory is returned.
         self._jobs.start(None if run is None else training.start(context, run))
 
     def _borrow(self, run: TrainingRun) -> bool:
@@ -279,7 +283,7 @@ class Supervisor:
         return self._context.loans.borrow(Borrower.PRACTICE if practises else Borrower.RUN)
 
     def _record_costs(self) -> None:
-        """Once, and again before they are too old for others to go by."""
+        """Records the round costs once, and again before they are too old for other processes to use."""
         if time.monotonic() - self._costs_at > COSTS_SECONDS:
             self._context.record_costs()
             self._costs_at = time.monotonic()
@@ -289,13 +293,13 @@ class Supervisor:
             self._context.switching.serve_active()
             self._switch_error = ""
         except (Unavailable, TimeoutError) as error:
-            # It is tried again and again: logged once.
+            # It is retried often: log each error once.
             if self._switch_error != str(error):
-                log.warning("the engine does not serve the active adapter yet: %s", error)
+                log.warning("the engine cannot serve the active adapter yet: %s", error)
             self._switch_error = str(error)
 
     def _stop_ended_run(self) -> None:
-        """Stop the child whose run an operator has ended, here or in another process of the database."""
+        """Stops the child whose run an operator has ended, in this or another process."""
         job = self._jobs.job
         if isinstance(job, training.RunJob) and not job.child.ended and job.run_over:
             self._jobs.end()
@@ -306,10 +310,10 @@ class Supervisor:
     # --------------------------------------------------------------------------------------------------- core.Operator
 
     def request_training(self, idempotency_key: str | None, practice_minutes: float | None = None) -> TrainingRun:
-        """See core.Operator. Claims a run and starts its child, or leaves that to the process that leads.
+        """See core.Operator. Claims a run and starts its child, or leaves the run to the process that leads.
 
-        Raises Conflict also during a comparison, without a draft, after `stop`, or where no process trains; BadRequest also for
-        more minutes than a run may take.
+        Also raises Conflict during a comparison, without a draft, after `stop`, or when no process trains; BadRequest
+        for more minutes than a run may take.
         """
         context, runs = self._context, self._context.stores.runs
         with self._lock:
@@ -318,10 +322,10 @@ class Supervisor:
             if self._stopped or not context.who.draft:
                 raise Conflict("shutting down" if self._stopped else "this server runs without a draft model")
             if isinstance(self._jobs.job, GainJob):
-                # It is made again when the server is idle.
+                # The measurement is repeated when the server is idle.
                 self._jobs.end()
             if self.working or runs.current(context.who) is not None:
-                raise Conflict("a training run or a comparison is under way")
+                raise Conflict("a training run or a comparison is already running")
             if self._eraser.under_way:
                 raise Conflict("texts are being erased")
             here = context.trains and context.members.leads()
@@ -335,18 +339,18 @@ class Supervisor:
                 most = context.rules.training.timeout_seconds / 60
                 if practice_minutes > most:
                     raise BadRequest(
-                        f"a run may take {most:g} minutes (training.timeout_seconds)", field="practice_minutes"
+                        f"a run may take at most {most:g} minutes (training.timeout_seconds)", field="practice_minutes"
                     )
                 run = training.claim_practice(context, practice_minutes, idempotency_key, asked=True, here=here)
             if run is None:
-                raise BadRequest("nothing has been recorded yet that a run could learn from")
+                raise BadRequest("no recorded text to train on yet")
             if here:
                 self._jobs.start(training.start(context, run))
                 self.pause_child()
             return runs.get(run.id)
 
     def run(self, run_id: int) -> TrainingRun:
-        """The training run with this id. Raises NotFound."""
+        """Returns the training run with this id. Raises NotFound."""
         return self._context.stores.runs.get(run_id)
 
     def runs(self, limit: int, before: int | None = None) -> list[TrainingRun]:
@@ -354,7 +358,7 @@ class Supervisor:
         return self._context.stores.runs.latest(limit, before)
 
     def end_run(self, run_id: int) -> TrainingRun:
-        """See core.Operator. The row decides: the process whose run it is stops its child when it sees that (`follow`)."""
+        """See core.Operator. Sets the row's state; the process that owns the run then stops its child (`follow`)."""
         with self._lock:
             if self._stopped:
                 raise Conflict("shutting down")
@@ -367,7 +371,7 @@ class Supervisor:
     def _end_run(self, run: TrainingRun, reason: str) -> None:
         self._context.end_run(run.id, RunState.ENDED, reason)
         self._stop_ended_run()
-        # The folder that its child may have left.
+        # Remove the folder that its child may have left.
         self._clean()
 
     def learning(self) -> LearningState:
@@ -385,8 +389,8 @@ class Supervisor:
         return self._practice.state(working=self.working)
 
     def choose_practice(self, on: bool) -> PracticeState:
-        """See core.Operator. Memory for practice is set aside at the start, where it is on then: turned on later it makes do
-        with what is free."""
+        """See core.Operator. Memory for practice is reserved at start-up if practice is on then. If it is turned on
+        later, practice uses free memory."""
         with self._lock:
             if self._stopped:
                 raise Conflict("shutting down")
@@ -399,11 +403,11 @@ class Supervisor:
             return self.practice()
 
     def adapters(self) -> list[AdapterRef]:
-        """All adapters, newest first."""
+        """Returns all adapters, newest first."""
         return self._context.stores.adapters.all()
 
     def activate(self, adapter_id: int) -> AdapterRef | None:
-        """Serve this adapter and end its watch; BARE_DRAFT: no adapter, returns None.
+        """Serves this adapter and ends its watch. BARE_DRAFT serves no adapter and returns None.
 
         Raises NotFound, Conflict for an adapter that may not serve, AdapterRefused, Unavailable, TimeoutError.
         """
@@ -415,7 +419,7 @@ class Supervisor:
             if ref is not None and ref.draft != who.draft:
                 raise Conflict(f"adapter {adapter_id} belongs to another draft")
             if ref is not None and ref.target != who.target:
-                raise Conflict(f"adapter {adapter_id} was trained and proven with another target")
+                raise Conflict(f"adapter {adapter_id} was trained and evaluated with another target")
             started = time.perf_counter()
             staged = switching.stage(ref)
             try:
@@ -428,52 +432,52 @@ class Supervisor:
             return ref
 
     def remove_adapter(self, adapter_id: int) -> AdapterRef:
-        """Delete the files of an adapter that does not serve. Raises NotFound, Conflict."""
+        """Deletes the files of an adapter that is not serving. Raises NotFound, Conflict."""
         adapters = self._context.stores.adapters
         with self._lock:
             ref = adapters.get(adapter_id)
             if ref.state in {AdapterState.ACTIVE, AdapterState.CANDIDATE}:
-                raise Conflict(f"adapter {adapter_id} is {ref.state}: its files are needed")
+                raise Conflict(f"adapter {adapter_id} is {ref.state}: its files are in use")
             if ref.state.may_serve:
                 try:
                     ref = adapters.remove(adapter_id)
                 except IllegalMove as error:
                     raise Conflict(str(error)) from error
             elif not ref.folder.is_dir():
-                raise Conflict(f"adapter {adapter_id} is {ref.state}: its files were deleted already")
+                raise Conflict(f"adapter {adapter_id} is {ref.state}: its files are already deleted")
             with suppress(FileNotFoundError):
                 remove_folder(ref.folder)
             return ref
 
     def rollback(self, expected: int | None = None) -> AdapterRef | None:
-        """Roll back the active adapter and return the one that serves now, None for the bare draft.
+        """Rolls back the active adapter. Returns the one that serves afterwards, None for the base draft.
 
-        expected: the id that has to be active. Raises Conflict when another is, or when the bare draft serves.
+        expected: the id that must be active. Raises Conflict when another adapter or the base draft is serving.
         """
         with self._lock:
             ref = self._context.active_ref()
             serving = BARE_DRAFT if ref is None else ref.id
             if expected is not None and expected != serving:
-                raise Conflict(f"adapter {serving} serves, not {expected}: nothing was rolled back")
+                raise Conflict(f"adapter {serving} is serving, not {expected}: nothing was rolled back")
             if ref is None:
-                raise Conflict("the bare draft serves: there is nothing to roll back")
+                raise Conflict("the base draft is serving: there is nothing to roll back")
             self._context.stores.adapters.roll_back(ref.id, ref.parent, policy.ROLLED_BACK)
             self._context.events.rolled_back()
             return self._context.switching.serve_active()
 
     def erase(self, selection: Selection, *, retire_adapters: bool = False) -> Erased:
-        """See core.Operator. First every place that keeps texts forgets them, here and in the other processes of the database,
-        so that none comes back, then the rows go. One that raised is to be asked for again: it does what is left."""
+        """See core.Operator. Every store outside the database forgets the texts first, in all processes, so that none
+        can be written again; then the rows are deleted. If it raises, call it again: it completes what is left."""
         with self._lock:
             if self._stopped:
                 raise Conflict("shutting down")
             active = self._context.active_adapter()
             erased = self._eraser.erase(selection, retire_adapters=retire_adapters)
             if self._context.active_adapter() != active:
-                # A run on top of the former one could only be rejected.
+                # A run on top of the revoked adapter could only be rejected.
                 if (job := self._jobs.end()) is not None:
-                    job.abandon("the adapter that it was trained on top of was revoked")
+                    job.abandon("the adapter it was trained on was revoked")
                 self._serve_active()
-            # The folder of a run that was ended.
+            # Remove the folder of a run that was ended.
             self._clean()
             return erased

@@ -1,4 +1,4 @@
-"""Gets an adapter from its row into the engine, and falls back to an ancestor when it cannot be loaded."""
+"""Loads an adapter named by a row into the engine, and falls back to an ancestor when it cannot be loaded."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from service.store.registry.adapters import Adapters
 log = logging.getLogger(__name__)
 
 STAGE_SECONDS = 120.0
-"""Longest wait for the engine to load or switch a draft between its rounds."""
+"""Longest wait for the engine to load or switch a draft between rounds."""
 
 
 class Events(Protocol):
-    """What the lifecycle reports to the metrics."""
+    """Events that the training loop reports to the metrics."""
 
     def training(self, run: TrainingRun) -> None:
-        """A run has changed its state, its progress or its pause."""
+        """A run's state, progress or pause has changed."""
         ...
 
     def training_ended(self, state: RunState) -> None:
-        """A run is over, in this state."""
+        """A run has ended in this state."""
         ...
 
     def promoted(self) -> None:
@@ -46,21 +46,21 @@ class Events(Protocol):
         ...
 
     def gain(self, measured: MeasuredGain | None) -> None:
-        """What the adapter that serves was measured to gain against the base draft; None: that is not known."""
+        """The measured gain of the serving adapter over the base draft; None: unknown."""
         ...
 
     def swapped(self, seconds: float) -> None:
-        """The engine has switched drafts; seconds: from the start of staging to the end of the switch."""
+        """The engine has switched drafts. seconds: from the start of staging to the end of the switch."""
         ...
 
     def serving(self, ref: AdapterRef | None) -> None:
-        """This adapter drafts from now on; None: the bare draft."""
+        """This adapter now drafts; None: the base draft."""
         ...
 
 
 class Switching:
-    """Stage, then switch. who: the pair that is served. shared: others serve the same adapters from
-    the same folders: one that is not there may be missing here alone."""
+    """Stages an adapter, then switches to it. who: the served pair. shared: other servers use the same adapter folders,
+    so a missing folder may be missing only here."""
 
     def __init__(
         self, engine: DraftSwitch, adapters: Adapters, who: Provenance, events: Events, *, shared: bool = False
@@ -72,15 +72,15 @@ class Switching:
         self._shared = shared
 
     def stage(self, ref: AdapterRef | None) -> Staged:
-        """Load and check aside. Raises AdapterRefused, Unavailable, TimeoutError."""
+        """Loads and checks the adapter without serving it. Raises AdapterRefused, Unavailable, TimeoutError."""
         if self._shared and ref is not None and not ref.folder.is_dir():
             raise Unavailable(
-                f"adapter {ref.id}: {ref.folder} is not there; store.adapters has to be the same folder everywhere"
+                f"adapter {ref.id}: {ref.folder} does not exist; store.adapters must be the same folder on every server"
             )
         return self._engine.stage(ref).result(STAGE_SECONDS)
 
     def switch(self, staged: Staged, ref: AdapterRef | None, started: float) -> None:
-        """Serve with it. started: time.perf_counter() when staging began."""
+        """Serves the staged adapter. started: time.perf_counter() at the start of staging."""
         self._engine.switch(staged).result(STAGE_SECONDS)
         self._events.swapped(time.perf_counter() - started)
         self._events.serving(ref)
@@ -90,13 +90,13 @@ class Switching:
         return self._engine.round_seconds(step)
 
     def behind(self) -> bool:
-        """Whether the engine serves another adapter than the active one."""
+        """Whether the engine serves a different adapter than the active one."""
         ref = self._adapters.active(self._who.target, self._who.draft)
         return self._engine.active != (ref.id if ref else BARE_DRAFT)
 
     def serve_active(self) -> AdapterRef | None:
-        """Make the engine serve the active adapter; one that cannot be loaded is marked broken, and its nearest
-        usable ancestor takes its place, in the end the bare draft. Returns what serves."""
+        """Makes the engine serve the active adapter. One that cannot be loaded is marked broken and replaced by its
+        nearest usable ancestor, finally the base draft. Returns the adapter that serves."""
         while True:
             ref = self._adapters.active(self._who.target, self._who.draft)
             started = time.perf_counter()
@@ -105,7 +105,7 @@ class Switching:
             except AdapterRefused as error:
                 if ref is None:
                     raise
-                log.error("adapter %d will not load: %s", ref.id, error)
+                log.error("adapter %d cannot be loaded: %s", ref.id, error)
                 self._adapters.mark_broken(ref.id, str(error))
                 continue
             if self._engine.active != (ref.id if ref else BARE_DRAFT):

@@ -35,28 +35,28 @@ from service.store.registry.runs import OWN_TEXTS
 log = logging.getLogger(__name__)
 
 RESERVOIR = 256
-"""Generations that the replay buffer holds per domain."""
+"""Generations per domain in the replay buffer."""
 BUSY = "serving is busy"
-ASKED = "requests are answered"
+ASKED = "requests are being answered"
 CANDIDATE = "candidate"
 SEEDS = 1000
-"""Logged texts that the practice of one run begins like."""
+"""Number of logged prompts that seed one practice run."""
 ASKED_FOR = "asked_for"
-"""In a practice run's configuration, with its settings and MINUTES: whether an operator asked for it."""
+"""Key in a practice run's configuration, next to its settings and MINUTES: whether an operator requested it."""
 MAX_GENERATIONS, WINDOW = "max_generations", "window"
-"""In a run's configuration: how many texts it may have, at most what these settings say."""
+"""Keys in a run's configuration: the maximum number of texts, and the value in the settings."""
 MAX_PAUSE_SECONDS, MAX_PRACTICE_PAUSE_SECONDS = 1800.0, 600.0
-"""A run ends when it was paused for so much longer than it has worked since: a paused child keeps its memory, and other runs
-wait for its end. What practice has written stays on disk."""
-MEMORY_NEEDED = "requests needed the memory that it took: the run was ended to give it back"
-MEMORY_GIVEN_BACK = "memory is short: the run was ended to give back what it takes"
+"""A run ends when its paused time exceeds the time it has worked since by this much. A paused child keeps its memory,
+and other runs wait for it. What practice has written stays on disk."""
+MEMORY_NEEDED = "requests needed the memory of this run: the run was ended to free it"
+MEMORY_GIVEN_BACK = "memory is short: the run was ended to free its memory"
 ENDED = "ended by an operator"
 TURNED_OFF = "practice was turned off"
 
 
 def claim(context: LifecycleContext, trigger: Trigger, key: str | None, *, here: bool = True) -> TrainingRun | None:
-    """Open a run on top of what serves, of the size that earlier runs leave room for; None when one is under way or there is
-    nothing to train on. here: False leaves it to the process that leads."""
+    """Opens a run on top of the serving adapter, with the size that earlier runs suggest. None when a run is in
+    progress or there is nothing to train on. here: False leaves the run to the process that leads."""
     training = context.rules.training
     size = policy.run_size(context.stores.runs.sizes(context.who), max(training.max_generations, training.window))
     bounded = {name: min(size, getattr(training, name)) for name in (MAX_GENERATIONS, WINDOW)}
@@ -74,8 +74,11 @@ def claim(context: LifecycleContext, trigger: Trigger, key: str | None, *, here:
 def claim_practice(
     context: LifecycleContext, minutes: float, key: str | None, *, asked: bool, here: bool = True
 ) -> TrainingRun | None:
-    """Open a practice run on top of what serves, for so many minutes; None when a run is under way or nothing was logged that
-    it could begin like. asked: by an operator. here: as in `claim`."""
+    """Opens a practice run of `minutes` on top of the serving adapter. None when a run is in progress or no logged
+    prompt can seed it.
+
+    asked: an operator requested it. here: as in `claim`.
+    """
     seeds = context.stores.training_texts.seeds(context.who, SEEDS)
     return context.stores.runs.claim(
         trigger=Trigger.PRACTICE,
@@ -90,14 +93,14 @@ def claim_practice(
 
 
 def start(context: LifecycleContext, run: TrainingRun) -> RunJob | None:
-    """Start the child of a claimed run; None when it could not be started (the run is FAILED then)."""
+    """Starts the child of a claimed run. None when it could not be started; the run is then FAILED."""
     parent = context.adapter_folder(run.parent)
     _, config = context.stores.runs.recipe(run.id)
     more: dict[str, object] = {name: config[name] for name in (WINDOW, OWN_TEXTS) if name in config}
     more["memory"] = context.loans.lent
     if run.trigger is Trigger.PRACTICE:
         more["practice"] = {"folder": str(context.rules.practice), "minutes": config[MINUTES]}
-    # The row first: only one process can move it, so only one child is ever started for it.
+    # The row first: only one process can move it, so only one child is started for it.
     moved = context.stores.runs.move(run.id, run.fencing, RunState.TRAINING)
     try:
         child = context.launch(
@@ -111,7 +114,7 @@ def start(context: LifecycleContext, run: TrainingRun) -> RunJob | None:
 
 
 class RunJob:
-    """A child that trains. config: what its run was claimed with."""
+    """A child that trains. config: the configuration the run was claimed with."""
 
     def __init__(self, context: LifecycleContext, run: TrainingRun, child: Child, config: Mapping[str, Any]) -> None:
         self._context = context
@@ -123,12 +126,12 @@ class RunJob:
         self._scores: Scores | None = None
         self._paused: str | None = None
         self._dropped = False
-        """It was stopped here: what it sent before no longer counts."""
+        """It was stopped by this process: its earlier messages no longer count."""
         self._paused_seconds = 0.0
-        """How long it was paused, less the time for which it has worked since; never below 0."""
+        """Paused time minus the time worked since; never below 0."""
         self._counted_at = context.timer()
         self._texts_recorded = False
-        """Whether all that it learns from is in run_texts."""
+        """Whether run_texts lists every text that the run learns from."""
 
     @property
     def child(self) -> Child:
@@ -137,17 +140,17 @@ class RunJob:
 
     @property
     def limit_seconds(self) -> float:
-        """`training.timeout_seconds`; practice has its minutes besides, after which it still scores."""
+        """`training.timeout_seconds`, plus the run's minutes for practice, which scores after writing."""
         return self._context.rules.training.timeout_seconds + 60 * self._config.get(MINUTES, 0.0)
 
     def yields(self, demand: Demand) -> bool:
-        """Training yields while requests wait, and practice while any is answered."""
+        """Training pauses while requests are waiting, practice while any request is being answered."""
         return demand.asked if self._practises else demand.waiting
 
     def pause(self, demand: Demand, strain: Strain | None) -> None:
-        """Pause for what serving needs and for `strain`, and record the reason whenever it changes. The run ends when memory is
-        short, and when it was paused for too long. One that an operator asked for ignores `strain`."""
-        # An operator's run is wanted now, on battery or not.
+        """Pauses for serving and for `strain`, and records every change of the reason. The run ends when memory is
+        short or after too long a pause. A run that an operator requested ignores `strain`."""
+        # An operator's run starts immediately, on battery or not.
         strained = None if self._asked else strain
         busy = self.yields(demand)
         self._count_pauses()
@@ -164,10 +167,10 @@ class RunJob:
             self._paused = reason
         limit = MAX_PRACTICE_PAUSE_SECONDS if self._practises else MAX_PAUSE_SECONDS
         if reason is not None and self._paused_seconds > limit:
-            self._stop(RunState.ENDED, f"paused for too long, {limit / 60:.0f} minutes more than it worked: {reason}")
+            self._stop(RunState.ENDED, f"paused for {limit / 60:.0f} minutes longer than it worked: {reason}")
 
     def give_back_memory(self) -> None:
-        """See Job. The run ends as one that was too large: the next one is smaller, and its texts count as untrained."""
+        """See Job. The run ends as too large: the next one is smaller, and its texts count as untrained."""
         self._child.fail(RunState.OUT_OF_MEMORY, MEMORY_NEEDED)
 
     def _count_pauses(self) -> None:
@@ -180,7 +183,7 @@ class RunJob:
         return self._run.trigger is Trigger.PRACTICE
 
     def handle(self, message: Message) -> None:
-        """Record progress, candidate or scores; when the child is done the gate decides; a failure ends the run."""
+        """Records progress, candidate or scores. The gate decides when the child is done; a failure ends the run."""
         run, runs = self._run, self._context.stores.runs
         if self._dropped:
             return  # sent before it was stopped
@@ -202,17 +205,17 @@ class RunJob:
                 self._context.end_run(run.id, state, reason)
 
     def may_hold(self, runs: Collection[int], *, held_out: bool) -> bool:
-        """Whether the child may have read one of some texts. runs: those that learn from one. held_out: one of them is only
-        measured on."""
+        """Whether the child may have read one of the texts. runs: those that learn from one. held_out: one of the texts
+        is held out."""
         return not self._texts_recorded or self._run.id in runs or (held_out and self._candidate is not None)
 
     def abandon(self, reason: str) -> None:
-        """The run becomes ENDED."""
+        """Sets the run to ENDED."""
         self._context.end_run(self._run.id, RunState.ENDED, reason)
 
     @property
     def run_over(self) -> bool:
-        """Whether its run is over by the rows."""
+        """Whether the row says that the run is over."""
         return self._context.stores.runs.get(self._run.id).state.over
 
     def _register(self, made: Candidate) -> None:
@@ -237,7 +240,7 @@ class RunJob:
             return
         candidate, scores = self._candidate, self._scores
         if candidate is None or scores is None:
-            context.end_run(run.id, RunState.FAILED, "the child ended without a candidate and its scores")
+            context.end_run(run.id, RunState.FAILED, "the child ended without sending a candidate and its scores")
             return
         try:
             verdict = self._judge(scores)
@@ -257,7 +260,7 @@ class RunJob:
         try:
             staged = context.switching.stage(candidate)
         except AdapterRefused as error:
-            self._reject(candidate, replace(verdict, promoted=False, reason=f"better, but will not load: {error}"))
+            self._reject(candidate, replace(verdict, promoted=False, reason=f"better, but cannot be loaded: {error}"))
             return
         except (Unavailable, TimeoutError) as error:
             context.end_run(run.id, RunState.FAILED, f"the engine could not load the candidate: {error}")
@@ -274,11 +277,11 @@ class RunJob:
         try:
             context.switching.switch(staged, candidate, started)
         except (Unavailable, TimeoutError) as error:
-            # The row is the truth; the next tick makes the engine follow it.
-            log.warning("the engine does not serve adapter %d yet: %s", candidate.id, error)
+            # The row is the source of truth; the next tick makes the engine follow it.
+            log.warning("the engine cannot serve adapter %d yet: %s", candidate.id, error)
 
     def _judge(self, scores: Scores) -> Verdict:
-        """Raises ValueError when the scores are not what they should be."""
+        """Raises ValueError for invalid scores."""
         parent, context = self._run.parent, self._context
         history = context.stores.adapters.gates(context.who.target, context.who.draft)
         kinds = context.measured_costs(scores.lengths(CANDIDATE))
@@ -302,7 +305,7 @@ class RunJob:
             )
             for costs in kinds.values() or [None]
         ]
-        # A draft serves everywhere: where it is least good decides.
+        # An adapter serves on every kind of machine: the one with the smallest gain decides.
         verdict = min(verdicts, key=lambda one: (one.promoted, one.gain))
         if kinds:
             verdict = replace(verdict, measured_on=tuple(sorted(kinds)))
@@ -321,12 +324,12 @@ class RunJob:
         log.info("run %d is rejected: %s", run.id, verdict.reason)
 
     def _stop(self, state: RunState, reason: str) -> None:
-        """End the run and its child, whatever it has sent."""
-        # The row first: where that cannot be written, the next tick tries again.
+        """Ends the run and its child, whatever it has sent."""
+        # The row first: if it cannot be written, the next tick tries again.
         self._context.end_run(self._run.id, state, reason)
         self._dropped = True
         self._child.stop()
 
     def _offer_replay(self) -> None:
-        """Offer what this run learnt from to the replay buffer: the next runs replay some of it."""
+        """Offers the texts of this run to the replay buffer, from which later runs sample."""
         self._context.stores.replay.offer_run(self._run.id, RESERVOIR, seed=0)

@@ -1,4 +1,4 @@
-"""Adapter folders: written aside, made durable, renamed into place, never written again."""
+"""Adapter folders: written to a scratch folder, synced, renamed into place, and never modified again."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from service.models.fingerprint import folder_sha256, is_unaltered
 
 ADAPTER_FILES = ("adapters.safetensors", "adapter_config.json")
 UNFINISHED = {".part", ".partial"}
-"""How the names of folders end that are being written or removed."""
+"""Suffixes of folders that are being written or removed."""
 _NAME = re.compile(r"\.?run-\d+-\d+(\.part|\.partial)?")
-"""Of a run's folder (`folder_name`), at every stage. All else there is somebody's own."""
+"""Matches a run's folder (`folder_name`) at every stage. Everything else in the root belongs to the user."""
 
 
 def publish(scratch: Path, final: Path) -> str:
-    """Make everything in `scratch` durable and give it its final name; returns the folder's sha256.
+    """Makes everything in `scratch` durable and renames it to its final name; returns the folder's sha256.
 
-    After a crash at any moment there is the whole folder under its final name, or none. A folder that is there already with the
-    same content stays, and `scratch` goes; raises StoreError where the content is another.
+    After a crash at any time, either the complete folder exists under its final name or none. An existing folder with
+    the same content is kept and `scratch` removed; raises StoreError if the content differs.
     """
     if final.exists():
         digest = folder_sha256(scratch)
         if not is_unaltered(final, digest):
-            raise StoreError(f"{final.name} exists already: adapters are never overwritten")
+            raise StoreError(f"{final.name} already exists: adapters are never overwritten")
         shutil.rmtree(scratch)
         return digest
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -48,9 +48,9 @@ def folder_name(run: int, fencing: int) -> str:
 
 
 def sweep(root: Path, known: Collection[Path], grace_seconds: float = 0.0) -> list[Path]:
-    """Remove the folders of runs in `root` that no row knows, and half-written ones; returns them. All else there, adapters
-    of other names too, is left alone. grace_seconds: what has changed since then stays too: another process may be about to
-    name it."""
+    """Removes the folders of runs in `root` that no row knows, and partial ones; returns them. Everything else there,
+    including adapters with other names, is left alone. grace_seconds: folders changed more recently are kept, because
+    another process may be about to register them."""
     known_paths = {path.resolve() for path in known}
     found = sorted(root.iterdir()) if root.is_dir() else []
     newest = time.time() - grace_seconds
@@ -65,10 +65,10 @@ def sweep(root: Path, known: Collection[Path], grace_seconds: float = 0.0) -> li
 
 
 def remove_folder(path: Path) -> None:
-    """Delete the folder of an adapter, whole or half-written."""
+    """Deletes the folder of an adapter, complete or partial."""
     doomed = path
     if path.suffix not in UNFINISHED:
-        # A folder that is half deleted must be recognised as such after a crash.
+        # After a crash, a partly deleted folder must be recognisable.
         doomed = path.with_name(f"{path.name}.partial")
         os.rename(path, doomed)
     shutil.rmtree(doomed)

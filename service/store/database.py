@@ -1,6 +1,6 @@
 """One database: many readers, one writer.
 
-All writing of the process goes through one thread, and what the lifecycle writes goes ahead of what the recorder writes.
+All writes of the process go through one thread. Writes of the training loop take precedence over those of the recorder.
 """
 
 from __future__ import annotations
@@ -35,25 +35,26 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 REVISION = "0017"
-"""The newest migration: the revision this code is written for."""
+"""The newest migration, which this code requires."""
 
 
 def migrations() -> Path:
-    """Where the migrations are: beside the package in a checkout, inside it in a wheel."""
+    """The folder of the migrations: next to the package in a checkout, inside it in a wheel."""
     package = Path(__file__).resolve().parent.parent
     inside = package / "_migrations"
     return inside if inside.is_dir() else package.parent / "migrations"
 
 
 def upgrade(url: str) -> None:
-    """Bring a database to the newest revision. SQLite's is created where there is none, its files this user's alone (0600); in
-    PostgreSQL the database has to be there. Several processes may do so at once. Raises StoreError."""
+    """Upgrades a database to the newest revision. An SQLite database is created if it does not exist, with files
+    private to this user (0600); a PostgreSQL database must exist. Several processes may call this at once. Raises
+    StoreError."""
     path = sqlite_path(url)
     try:
         if path is not None:
             private_folder(path.parent)
             os.close(os.open(path, os.O_CREAT | os.O_RDONLY, 0o600))
-            # SQLite gives the log and the shared memory beside a database the database's own permissions.
+            # SQLite gives the write-ahead log and the shared-memory file the database's own permissions.
             make_private(path, path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm"))
         else:
             postgres.check(url)
@@ -61,13 +62,13 @@ def upgrade(url: str) -> None:
         if found != REVISION:
             _migrate(url)
             if found is not None:
-                log.info("the database was brought from revision %s to %s", found, REVISION)
+                log.info("upgraded the database from revision %s to %s", found, REVISION)
     except (SQLAlchemyError, sqlite3.Error, OSError, ImportError) as error:
-        raise StoreError(f"the database cannot be brought up to date: {plain(error)}") from error
+        raise StoreError(f"the database cannot be upgraded: {plain(error)}") from error
 
 
 def _migrate(url: str) -> None:
-    # Here alone: importing Alembic takes as long as importing SQLAlchemy.
+    # Imported here because Alembic takes as long to import as SQLAlchemy.
     from alembic import command
     from alembic.config import Config
     from alembic.util.exc import CommandError
@@ -79,11 +80,11 @@ def _migrate(url: str) -> None:
     try:
         command.upgrade(config, "head")
     except CommandError as error:
-        raise StoreError(f"the database is of another, probably newer version: {plain(error)}") from error
+        raise StoreError(f"the database has another, probably newer version: {plain(error)}") from error
 
 
 def revision(url: str) -> str | None:
-    """The database's revision, None where it has none yet. Raises StoreError."""
+    """The database's revision, None if it has none yet. Raises StoreError."""
     path = sqlite_path(url)
     if path is not None and not path.is_file():
         return None
@@ -103,7 +104,7 @@ def revision(url: str) -> str | None:
 
 
 def describe(url: str) -> str:
-    """The database and its revision, to be shown. Raises StoreError where it cannot be used."""
+    """The database and its revision, for display. Raises StoreError if it cannot be used."""
     try:
         if sqlite_path(url) is None:
             postgres.check(url)
@@ -125,10 +126,10 @@ class _Job:
 
 
 class Database:
-    """An open database at the revision this code knows. Raises StoreError otherwise.
+    """An open database at the revision this code requires. Raises StoreError otherwise.
 
-    read_only: another process writes it (the training child); `write` is refused. member: the token of this process
-    (store.processes.members), once it has joined those that share the database.
+    read_only: for processes that must not write (the training child); `write` is refused. member: the token of this
+    process (store.processes.members) once it has joined.
     """
 
     def __init__(self, url: str, *, read_only: bool = False) -> None:
@@ -173,28 +174,28 @@ class Database:
         shared: bool = False,
         by_member: bool = True,
     ) -> Future[T]:
-        """Run `work` in one write transaction on the writer's thread; it is committed when the future has its result.
+        """Runs `work` in one write transaction on the writer's thread; it is committed when the future has its result.
 
-        `work` runs again where nothing of it was committed and it may do better: it met other writers, or the connection was
-        lost. It changes nothing but the database. urgent goes ahead of what is not. scrub: what `work` deletes leaves SQLite's
-        write-ahead log too; StoreError, with the deletion committed, where a reader keeps that busy for too long. shared: other
-        processes may do such writes meanwhile; all others are alone. by_member: refused once this process, which had joined,
-        was given up. What `work` raises comes out of the future, SQL errors as StoreError; Outdated where a newer version has
-        upgraded the database meanwhile.
+        `work` is repeated if nothing was committed and a retry may succeed: after conflicts with other writers or a
+        lost connection. It must change nothing but the database. urgent: runs before writes that are not. scrub: also
+        removes deleted data from SQLite's write-ahead log; StoreError, with the deletion committed, if a reader blocks
+        that for too long. shared: may run concurrently with such writes of other processes; all other writes are
+        exclusive. by_member: refused once this process has joined and was then removed. Exceptions from `work` are set
+        on the future, SQL errors as StoreError; Outdated if a newer version has upgraded the database in the meantime.
         """
         future: Future[T] = Future()
         with self._gate:
             if self._closed or self._writer is None:
                 future.set_exception(
-                    StoreError("the database is closed" if self._closed else "opened for reading only")
+                    StoreError("the database is closed" if self._closed else "the database is open for reading only")
                 )
                 return future
             self._jobs.put(_Job(0 if urgent else 1, next(self._order), work, future, scrub, shared, by_member))
         return future
 
     def write_own_row(self, work: Callable[[Connection], T]) -> T:
-        """Run `work`, which changes nothing but this process's own row, without waiting for other writes, of this process or
-        another. By who is no member too. Raises what `write` does; on SQLite it is a write like others."""
+        """Runs `work`, which changes only this process's own row, without waiting for other writes of any process. Also
+        allowed for non-members. Raises what `write` raises; on SQLite it is an ordinary write."""
         if self.kind == "SQLite" or self._closed:
             return self.write(work, shared=True, by_member=False).result()
         try:
@@ -205,7 +206,7 @@ class Database:
             raise StoreError(f"writing to the database failed: {plain(error)}") from error
 
     def close(self) -> None:
-        """Write what is queued, then refuse. Idempotent."""
+        """Completes queued writes, then refuses new ones. Idempotent."""
         with self._gate:
             if self._closed:
                 return
@@ -231,7 +232,7 @@ class Database:
                 job.future.set_exception(error)
             except SQLAlchemyError as error:
                 job.future.set_exception(StoreError(f"writing to the database failed: {plain(error)}"))
-            except Exception as error:  # noqa: BLE001  (who waits for the write gets it)
+            except Exception as error:  # noqa: BLE001  (passed to the caller that waits for the write)
                 job.future.set_exception(error)
             else:
                 job.future.set_result(result)
@@ -250,7 +251,7 @@ class Database:
                     transaction.commit()
                     return result
             except DBAPIError as error:
-                # What became of a COMMIT that nothing answered is asked for: it must not run twice.
+                # If a COMMIT got no answer, ask the server for its outcome: the work must not run twice.
                 if sent is not None and error.connection_invalidated and self.backend.committed(sent[0]):
                     return sent[1]
                 pause = self.backend.pause(error, attempt, time.monotonic() - started_at)
@@ -260,15 +261,15 @@ class Database:
         raise AssertionError("unreachable")
 
     def _check(self, connection: Connection, *, by_member: bool) -> None:
-        """Raises Outdated, StoreError where this process may not write."""
+        """Raises Outdated or StoreError if this process may not write."""
         token = self.member if by_member else None
         found, joined = connection.execute(_MAY_WRITE, {"token": token}).one()
         if found != REVISION:
             raise Outdated(
-                f"the database was upgraded to revision {found}, this version knows {REVISION}: restart with that"
+                f"the database was upgraded to revision {found}, this version requires {REVISION}: restart with the new version"
             )
         if token is not None and not joined:
-            raise StoreError("this process did not answer for too long, and others of the database have given it up")
+            raise StoreError("this process missed its lease and was removed from the database's members")
 
 
 _MAY_WRITE = text(
@@ -277,12 +278,12 @@ _MAY_WRITE = text(
 
 
 def integrity(database: Database) -> str:
-    """`ok`, or what is wrong: with SQLite's pages, or with PostgreSQL's answer."""
+    """`ok`, or what is wrong with SQLite's pages or PostgreSQL's answer."""
     with database.read() as connection:
         return database.backend.integrity(connection)
 
 
 def size_bytes(database: Database) -> int:
-    """What it takes on disk."""
+    """Size on disk in bytes."""
     with database.read() as connection:
         return database.backend.size(connection)

@@ -1,4 +1,4 @@
-"""Files and folders for this user alone: they hold recorded text."""
+"""Files and folders private to this user, because they hold recorded text."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ log = logging.getLogger(__name__)
 
 
 def private_folder(path: Path) -> None:
-    """Create a folder, and what is missing above it, for this user alone (0700). One that exists is left as it is."""
+    """Creates a folder and its missing parents, private to this user (0700). An existing folder is left unchanged."""
     if not path.exists():
         private_folder(path.parent)
         path.mkdir(mode=0o700, exist_ok=True)
 
 
 def make_private(*paths: Path) -> None:
-    """Take group's and others' permissions from those files and folders that exist: older releases wrote by the umask."""
+    """Removes permissions of group and others from existing files and folders: older releases used the umask."""
     for path in paths:
         try:
             mode = path.stat().st_mode
@@ -25,4 +25,4 @@ def make_private(*paths: Path) -> None:
         except FileNotFoundError:
             continue
         except OSError as error:
-            log.warning("others may read %s, which holds recorded text: %s", path, error.strerror or error)
+            log.warning("other users may read %s, which holds recorded text: %s", path, error.strerror or error)

@@ -1,4 +1,4 @@
-"""The database of a process and everything that reads or writes it."""
+"""A process's database and everything that reads or writes it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Stores:
 
     @classmethod
     def of(cls, database: Database, adapters: Path) -> Stores:
-        """Everything over an open database. adapters: root of the adapter folders."""
+        """The objects for an open database. adapters: root of the adapter folders."""
         return cls(
             database=database,
             generations=Generations(database),
@@ -59,12 +59,12 @@ class Stores:
         )
 
     def close(self) -> None:
-        """Write what is queued, then close the database."""
+        """Completes queued writes, then closes the database."""
         self.database.close()
 
 
 def open_stores(settings: Settings, *, create: bool = False) -> Stores:
-    """Open the database of these settings; create: set it up, or bring it up to date, first. Raises StoreError."""
+    """Opens the database of these settings. create: create or upgrade it first. Raises StoreError."""
     if create:
         upgrade(settings.database_url)
     stores = Stores.of(Database(settings.database_url), settings.adapters_dir)

@@ -1,4 +1,4 @@
-"""The tables. Alembic's migrations make them; a test holds the two against each other."""
+"""The tables. Alembic's migrations create them; a test compares the two."""
 
 from __future__ import annotations
 
@@ -69,14 +69,15 @@ generations = Table(
     Index(None, "domain"),
     Index(None, "text_key"),
     Index(None, "grammar"),
-    # Without it SQLite gives the number of an erased row to the next one.
+    # Otherwise SQLite would reuse the number of an erased row.
     sqlite_autoincrement=True,
 )
-"""prompt, output: token ids, little-endian uint32. logprobs: float32. text_key: rows.text_key. copies: how often the text was
-generated, this row's own time included. grammar: hash of the grammar that the answer had to follow; its text is in grammars.
-api_key: the name of the key that it was asked for with. cases: its failure cases, near-ties not counted; null: not known yet,
-since hardly any of it was drafted. quarantined_run: the run that put it aside: its adapter was rolled back, or it was the last
-that crashed over the text. There are no foreign keys for those two, which SQLite could add only by writing the table anew."""
+"""prompt, output: token ids, little-endian uint32. logprobs: float32. text_key: rows.text_key. copies: how often the
+text was generated, including this row. grammar: hash of the answer's grammar, whose text is in grammars. api_key: name
+of the key it was requested with. cases: number of its failure cases without near-ties; null: unknown, because hardly
+any of it was drafted. quarantined_run: the run that quarantined it, because its adapter was rolled back or because it
+was the last run that crashed on the text. The last two have no foreign keys, which SQLite could only add by rewriting
+the table."""
 
 api_keys = Table(
     "api_keys",
@@ -87,8 +88,8 @@ api_keys = Table(
     Column("created_at", DateTime(timezone=True), nullable=False),
     Column("revoked_at", DateTime(timezone=True)),
 )
-"""hash: SHA-256 of the key. Rows of revoked keys stay, so that no name is used twice and a server that had keys asks for
-one."""
+"""hash: SHA-256 of the key. Rows of revoked keys are kept, so that no name is reused and a server that had keys keeps
+requiring one."""
 
 page_sessions = Table(
     "page_sessions",
@@ -97,7 +98,7 @@ page_sessions = Table(
     Column("key_hash", LargeBinary(32), nullable=False),
     Column("expires_at", DateTime(timezone=True), nullable=False),
 )
-"""Sessions of the page. hash: SHA-256 of the session's secret. key_hash: of the key that it was opened with."""
+"""Sessions of the page. hash: SHA-256 of the session's secret. key_hash: of the key that opened it."""
 
 grammars = Table(
     "grammars",
@@ -116,7 +117,7 @@ generation_targets = Table(
     Column("top", Integer, nullable=False),
     Column("blob", LargeBinary, nullable=False),
 )
-"""blob: core.Targets' ids, logprobs and tail, one after the other."""
+"""blob: core.Targets' ids, logprobs and tail, concatenated."""
 
 failure_cases = Table(
     "failure_cases",
@@ -142,7 +143,7 @@ replay_buffer = Table(
     Column("seq", ForeignKey("generations.seq", ondelete="CASCADE"), nullable=False),
     Index(None, "seq"),
 )
-"""domain: the clients' tag, "" for prompts without one; kind: then likeness.kind's name, else ""."""
+"""domain: the clients' tag, "" for prompts without one; kind: in that case the name from likeness.kind, otherwise ""."""
 
 replay_domains = Table(
     "replay_domains",
@@ -151,7 +152,7 @@ replay_domains = Table(
     Column("kind", String(128), primary_key=True),
     Column("seen", Integer, nullable=False),
 )
-"""One row a reservoir. seen: texts offered to it so far."""
+"""One row per reservoir. seen: number of texts offered to it so far."""
 
 members = Table(
     "members",
@@ -170,9 +171,9 @@ members = Table(
     Column("renewed_at", DateTime(timezone=True), nullable=False),
     sqlite_autoincrement=True,
 )
-"""The processes that share this database (store.processes.members). machine: tells equal host names apart. target,
-tokenizer, draft: what it serves or trains; null until that is loaded. trains: it does training runs. erased: the
-newest erasure that it has carried out."""
+"""The processes that share this database (store.processes.members). machine: distinguishes equal host names. target,
+tokenizer, draft: the models it serves or trains; null until they are loaded. trains: whether it executes training runs.
+erased: the newest erasure it has carried out."""
 
 erasures = Table(
     "erasures",
@@ -181,7 +182,8 @@ erasures = Table(
     Column("selection", FreeText, nullable=False),
     sqlite_autoincrement=True,
 )
-"""Erasures under way, which every process carries out in its memory before the rows go. selection: core.Selection as JSON."""
+"""Erasures in progress, which every process carries out in memory before the rows are deleted. selection:
+core.Selection as JSON."""
 
 round_costs = Table(
     "round_costs",
@@ -194,7 +196,7 @@ round_costs = Table(
     Column("more", Text, nullable=False),
     Column("measured_at", DateTime(timezone=True), nullable=False),
 )
-"""What rounds of a pair cost on a kind of machine: core.RoundCosts."""
+"""Round costs of a pair on a kind of machine: core.RoundCosts."""
 
 training_runs = Table(
     "training_runs",
@@ -221,7 +223,7 @@ training_runs = Table(
     Column("created_at", DateTime(timezone=True), nullable=False),
     Column("finished_at", DateTime(timezone=True)),
     Index(None, "state"),
-    # One open run a pair.
+    # At most one open run per pair.
     Index(
         "uq_training_runs_open",
         "target",
@@ -233,8 +235,8 @@ training_runs = Table(
     ),
 )
 
-"""owner: token of the process that does the run; null: a claimed run waits for one. log_end: the newest generation's seq when
-it was claimed, 0 in an empty log; null in rows of older releases."""
+"""owner: token of the process that executes the run; null: a claimed run waits for one. log_end: the newest
+generation's seq at its claim, 0 for an empty log; null in rows of older releases."""
 
 run_texts = Table(
     "run_texts",
@@ -265,12 +267,12 @@ adapters = Table(
     Column("log_end", Serial),
     Column("target", String(64)),
     Index(None, "draft", "state"),
-    # One active adapter a pair.
+    # At most one active adapter per pair.
     Index("uq_adapters_active", "target", "draft", unique=True, sqlite_where=ACTIVE, postgresql_where=ACTIVE),
 )
-"""folder: its name below the root of all adapters. erased_texts: see core.AdapterRef. log_end: the newest generation's seq when
-it last became or ceased to be the active one; null: never. target: the one whose answers it learnt from; null: its run is not
-known."""
+"""folder: its name below the root of all adapters. erased_texts: see core.AdapterRef. log_end: the newest generation's
+seq when it last became or ceased to be active; null: never. target: the model whose answers it learnt from; null: its
+run is unknown."""
 
 gains = Table(
     "gains",

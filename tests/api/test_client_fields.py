@@ -420,7 +420,7 @@ def test_a_forced_call_leaves_a_format_nothing_to_apply_to(
 def test_a_structured_output_beside_a_forced_call_is_refused(http: httpx.Client) -> None:
     body = {**BODIES[CHAT], "tools": [NOW], "tool_choice": "required", "structured_outputs": {"regex": "a"}}
     message, _ = refusal(http.post(CHAT, json=body))
-    assert message == "forced calls leave no room for another format"
+    assert message == "forced calls cannot be combined with another format"
 
 
 def test_tools_and_items_of_other_types_are_ignored_by_name(server: EchoServer, http: httpx.Client) -> None:

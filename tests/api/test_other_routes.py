@@ -117,7 +117,7 @@ def test_gains_are_figures_or_a_reason(http: httpx.Client, server: EchoServer) -
     measured = found["measured"]
     assert (measured["before"], measured["after"], measured["speed_gain"]) == (2.44, 2.59, [0.06, 0.03, 0.08])
     assert measured["summary"].startswith("2.44 → 2.59 tokens a call, +6.1 % (+4.0 % to +8.0 %), on 214 answers")
-    reason = "no training run has come to a verdict yet"
+    reason = "no training run has been judged yet"
     server.operator.gains_state = GainsState(0, None, None, reason)
     assert http.get("/gains").json() == {"adapter": 0, "measured": None, "measured_at": None, "reason": reason}
 
@@ -136,9 +136,9 @@ def test_practice_is_turned_on_and_off(http: httpx.Client, server: EchoServer) -
     assert_shape(twice, 400, "bad_request", "on")
     assert_shape(http.put("/practice?on=false", json={"on": False}), 400, "bad_request", "on")
     assert http.get("/practice").json()["on"] is True
-    server.operator.practice_state = PracticeState(True, "training.practice is set", "requests are answered")
+    server.operator.practice_state = PracticeState(True, "training.practice is set", "requests are being answered")
     assert_shape(http.put("/practice", json={"on": False}), 409, "conflict")
-    fixed = {"on": True, "fixed": "training.practice is set", "waits": "requests are answered"}
+    fixed = {"on": True, "fixed": "training.practice is set", "waits": "requests are being answered"}
     assert http.get("/practice").json() == fixed
 
 

@@ -151,7 +151,7 @@ def test_items_of_an_answer_that_broke_off_can_be_taken() -> None:
 
 def test_an_input_of_nothing_that_is_served_is_refused(http: httpx.Client) -> None:
     refused = error(http.post(RESPONSES, json={"input": [{"type": "web_search_call", "id": "ws_1"}]}), 400)
-    assert (refused["message"], refused["param"]) == ("input has no item that is served", "input")
+    assert (refused["message"], refused["param"]) == ("input contains no supported item", "input")
 
 
 # ------------------------------------------------------------------------------------------------------------- threads

@@ -129,7 +129,7 @@ def test_as_many_answers_as_rows_and_queue_hold(http: httpx.Client) -> None:
         refused = http.post(path, json={**asked, "n": 13})
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == "n"
-        assert "more than the 12 that run and wait at once" in refused.json()["error"]["message"]
+        assert "exceed the 12 that can run and wait at once" in refused.json()["error"]["message"]
 
 
 def test_what_is_no_token_is_refused() -> None:

@@ -504,7 +504,7 @@ def test_adapters_are_listed_switched_and_rolled_back(served: Served, redraft: R
     assert served.server.get("/adapters")["active"] == first.id
     assert states() == {str(second.id): "retired", str(first.id): "active"}
     done = redraft("adapters", "rollback", "--expected", second.id, *url)
-    assert done.status == 1 and f"adapter {first.id} serves, not {second.id}" in done.err
+    assert done.status == 1 and f"adapter {first.id} is serving, not {second.id}" in done.err
     done = redraft("adapters", "rollback", "--expected", first.id, *url)
     assert (done.status, done.out) == (0, "the bare draft serves now\n")
     assert served.server.get("/adapters")["active"] == 0
@@ -715,17 +715,17 @@ def test_bad_input_is_answered_with_one_sentence(
     ("words", "message"),
     [
         (("nonsense",), "No such command"),
-        (("data", "erase"), "say one of --keep"),
-        (("data", "export", "--out", "-"), "say some of"),
-        (("data", "export", "--out", "-", "--id", "a", "--everything"), "say some of"),
-        (("data", "erase", "--keep", "1", "--everything"), "say one of --keep"),
-        (("data", "erase", "--id", "a", "--everything"), "say one of --keep"),
+        (("data", "erase"), "give one of --keep"),
+        (("data", "export", "--out", "-"), "give one or more of"),
+        (("data", "export", "--out", "-", "--id", "a", "--everything"), "give one or more of"),
+        (("data", "erase", "--keep", "1", "--everything"), "give one of --keep"),
+        (("data", "erase", "--id", "a", "--everything"), "give one of --keep"),
         (("data", "erase", "--before", "yesterday"), "--before"),
         (("cases", "list", "--limit", "0"), "--limit"),
         (("cases", "release", "--run", "0"), "--run"),
-        (("adapters", "activate", "x"), "'x' is no version"),
-        (("adapters", "rollback", "--expected", "-1"), "'-1' is no version"),
-        (("eval", "agreement", "--prompts", "a", "--adapter", "none"), "'none' is no version"),
+        (("adapters", "activate", "x"), "'x' is not a version"),
+        (("adapters", "rollback", "--expected", "-1"), "'-1' is not a version"),
+        (("eval", "agreement", "--prompts", "a", "--adapter", "none"), "'none' is not a version"),
         (("make-draft", "--target", "a", "--out", "b", "--layers", "a,b"), "separated by commas"),
         (("make-draft", "--target", "a", "--out", "b", "--dtype", "int8"), "float32 or bfloat16"),
         (("generate", "hi", "--temperature", "-1"), "--temperature"),

@@ -80,7 +80,7 @@ def test_without_a_terminal_nothing_goes_without_yes(
     done = redraft(*words, "--config", log.config, stdin="y\n")
     one_sentence(done)
     assert done.status == 1 and done.err.startswith(f"redraft: {question}"), done.err
-    assert done.err.endswith("There is no terminal to ask at: --yes says yes\n")
+    assert done.err.endswith("There is no terminal for a confirmation: pass --yes\n")
     assert (log.generations, log.open_keys) == (3, ["ada"])
     assert redraft(*words, "--yes", "--config", log.config).status == 0
     assert (log.generations, log.open_keys) != (3, ["ada"])

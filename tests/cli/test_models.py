@@ -327,7 +327,7 @@ def test_a_draft_that_was_made_is_found_by_its_target(
     assert found == [f"{folder}, made from this target"]
     assert resolve_models(load_settings(None, {"models.target": str(target)})).draft == folder
     again = redraft("make-draft", "--target", target, "--kind", kind, *settings)
-    assert "exists already" in str(again.exception)
+    assert "already exists" in str(again.exception)
 
 
 def test_getting_a_target_names_its_draft(tmp_path: Path, hub: Path, redraft: Run) -> None:

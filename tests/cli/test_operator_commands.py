@@ -221,8 +221,9 @@ def test_without_the_tokenizer_figures_are_shown_and_the_reason(
     done = redraft("cases", "show", 1, "--config", home.config)
     assert done.status == 0
     assert (
-        "the tokenizer of somebody/some-model is not on this disk: `redraft models get somebody/some-model`" in done.err
-    )
+        "the tokenizer of somebody/some-model is not on this disk: "
+        "download it with `redraft models get somebody/some-model`"
+    ) in done.err
     assert {row[0]: row[1] for row in cells(done.out)}["text before"] == ""
     one_sentence(redraft("cases", "list", "--text", "--config", home.config))
 
@@ -418,8 +419,8 @@ def test_practice_by_itself_is_turned_on_and_off(redraft: Redraft) -> None:
             done = redraft("practice", word, "--url", url)
             assert (done.status, done.out, done.err) == (0, f"practice by itself is {text}\n", "")
             assert state() == text and server.operator.known_runs == []
-        server.operator.practice_state = PracticeState(True, "training.practice is set", "requests are answered")
-        assert state() == "on, waits: requests are answered"
+        server.operator.practice_state = PracticeState(True, "training.practice is set", "requests are being answered")
+        assert state() == "on, waits: requests are being answered"
         refused = redraft("practice", "--off", "--url", url)
         one_sentence(refused)
         assert "training.practice is set" in refused.err

@@ -88,12 +88,12 @@ def serve_at_a_terminal(tmp_path: Path, typed: bytes, ended: str) -> Started:
 
 
 def test_it_is_asked_once_the_server_listens_and_the_answer_counts_at_once(tmp_path: Path) -> None:
-    done = serve_at_a_terminal(tmp_path, b"perhaps\nYES\n", "practice is turned on")
+    done = serve_at_a_terminal(tmp_path, b"perhaps\nYES\n", "practice turned on")
     said = " ".join(done.text.split())
     assert done.status == 0, done.text
     assert 0 <= done.text.find("redraft serves at") < done.text.find("60 minutes a day") < done.text.find(PROMPT)
     assert done.text.count(PROMPT) == 2, "perhaps is no answer"
-    assert "60 minutes a day at most, never on battery, and writes 2 GB at most" in said
+    assert "at most 60 minutes a day, never on battery, and at most 2 GB" in said
     assert "training.practice" in said and "the page" in said
     choice = PracticeChoice(TrainingSettings(), done.home)
     assert (choice.open, choice.on) == (False, True)
@@ -107,7 +107,7 @@ def test_it_is_asked_once_the_server_listens_and_the_answer_counts_at_once(tmp_p
 @pytest.mark.parametrize(
     ("typed", "ended", "stored"),
     [
-        pytest.param(b"\n", "practice is turned off", False, id="return"),
+        pytest.param(b"\n", "practice turned off", False, id="return"),
         pytest.param(CTRL_C, "", None, id="ctrl-c"),
     ],
 )

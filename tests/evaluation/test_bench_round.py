@@ -262,12 +262,12 @@ def test_strategies_by_name() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--rows", "0"), "--rows takes numbers from 1 on"),
+        (("--rows", "0"), "--rows takes positive numbers"),
         (("--modes", "plain,fast"), "--modes takes plain, drafted, lookup, not 'fast'"),
         (("--sampling", "nucleus"), "--sampling takes greedy, seeded, sampled, not 'nucleus'"),
         (("--strategy", "tpu"), "no strategy 'tpu': choose among own, device"),
-        (("--limit", "2"), "--domain and --limit go with --prompts"),
-        (("--bits", "4"), "--bits goes with --shape"),
+        (("--limit", "2"), "--domain and --limit require --prompts"),
+        (("--bits", "4"), "--bits requires --shape"),
         (("--draft", "none"), "the mode drafted needs a draft"),
         (("--draft", "none", "--modes", "plain", "--bare"), "the bare loop needs a draft"),
         (("--prompts", "/no/such.jsonl"), "cannot read the prompts in /no/such.jsonl"),

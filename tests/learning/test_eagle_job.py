@@ -71,7 +71,7 @@ def test_every_kind_of_job_loads_the_target(home: Home, logged_pair: LoggedPair,
         draft = load_draft(parse(json.dumps(spec | extra | {"kind": kind})))
         usable = [g for g in logged_pair.logged[:3] if g.targets is not None]
         assert simulate_rounds(draft.model, usable, k=3, adapter=0, vocabulary=VOCABULARY)
-        with pytest.raises(TrainingFailed, match="the target in other is not the one that serves"):
+        with pytest.raises(TrainingFailed, match="the target in other is not the served one"):
             load_draft(parse(json.dumps(spec | extra | {"kind": kind, "target": str(other)})))
 
 

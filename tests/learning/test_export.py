@@ -263,7 +263,7 @@ class TestRefusals:
         (tmp_path / "out" / "adapters.safetensors").write_text("mine")
         status, err = export(plain_installation, tmp_path / "out", *flags)
         assert status == 1
-        assert err == f"redraft: {tmp_path / 'out'} exists already\n"
+        assert err == f"redraft: {tmp_path / 'out'} already exists\n"
         assert files(tmp_path / "out") == {"adapters.safetensors": b"mine"}
 
     def test_missing_files(
@@ -375,7 +375,9 @@ def test_an_adapter_is_pushed_with_a_card_and_loads_from_there(
     head, text = hub.files["README.md"].decode().removeprefix("---\n").split("\n---\n", 1)
     card = yaml.safe_load(head)
     assert (card["base_model"], card["base_model_relation"], card["library_name"]) == ("org/draft", "adapter", "mlx")
-    assert "+10.0% tokens per second over what served before (90 % interval +5.0% to +15.0%)" in text
+    assert (
+        "+10.0% tokens per second over the adapter or draft that served before (90 % interval +5.0% to +15.0%)" in text
+    )
     assert learnt_from > 0 and f"on {learnt_from} recorded texts" in text and str(plain_installation.root) not in text
     for name, content in hub.files.items():
         (tmp_path / name).write_bytes(content)
@@ -389,7 +391,7 @@ def test_nothing_becomes_public_unasked_and_nothing_revoked_is_pushed(
     hub = Hub(public=True)
     with hub.served() as address:
         (unasked, _, reason), (status, _, err) = push(address, asked, (*asked, "--public"))
-        assert unasked != 0 and "is there already and public" in " ".join(reason.split())
+        assert unasked != 0 and "already exists and is public" in " ".join(reason.split())
         assert status == 0, err
         assert hub.commits == 1
         stores = open_stores(load_settings(plain_installation.config))
@@ -428,8 +430,8 @@ def test_a_push_that_is_refused_says_why(push: Push) -> None:
     refused = {
         ("me/it", "--adapter", "1"): "has no name on the hub: give --base-model",
         ("me/it", "--base-model", "org/draft"): "no adapter is active",
-        ("not a name", "--adapter", "1", "--base-model", "org/draft"): "is no name of a repository",
-        ("me/it", "--adapter", "1", "--base-model", "org/draft"): "the hub did not take it",
+        ("not a name", "--adapter", "1", "--base-model", "org/draft"): "is not a valid repository name",
+        ("me/it", "--adapter", "1", "--base-model", "org/draft"): "the hub refused the upload",
     }
     with Hub(refusal=403).served() as address:
         found = push(address, *refused)

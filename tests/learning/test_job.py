@@ -237,7 +237,7 @@ def test_a_run_that_was_cancelled_meanwhile_is_not_published(home: Home) -> None
     messages = perform(spec, give_up)
     assert of_type(messages, "progress")
     assert messages[-1]["type"] == "failed"
-    assert "no longer this process's" in messages[-1]["reason"]
+    assert "no longer belongs to this process" in messages[-1]["reason"]
     assert not of_type(messages, "candidate")
     assert home.published() == []
 
@@ -350,7 +350,7 @@ def test_an_invalid_job_is_refused_by_name(home: Home) -> None:
     assert isinstance(job, TrainJob)
     assert (job.run, job.training.epochs, job.gate.min_prompts, job.parent) == (spec["run"], 6, 5, None)
     for changes, reason in (
-        ({"kind": "sing"}, "no such kind of job: 'sing'"),
+        ({"kind": "sing"}, "unknown kind of job: 'sing'"),
         ({"training": {"epochs": 0}}, "epochs"),
         ({"training": {"colour": 1}}, "colour"),
         ({"provenance": {"target": "t"}}, "tokenizer"),

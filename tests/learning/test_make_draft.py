@@ -75,7 +75,7 @@ def test_a_head_is_made_loads_and_can_be_gone_on_from(target: Path, tmp_path: Pa
         PracticeText(tmp_path, "practice").save(Piece(1, kind, written), 1, 0)
     practised = make_draft(target, tmp_path / "practised", once, start=first, text_file=tmp_path / "practice")
     assert practised is not None and practised.tokens == 2 * written.tokens.size
-    with pytest.raises(ModelError, match="holds no practice text"):
+    with pytest.raises(ModelError, match="contains no practice text"):
         make_draft(target, tmp_path / "other", RECIPE, start=first, text_file=tmp_path)
     with pytest.raises(ModelError, match=r"reads layers \[1, 2\] of its target, not \[1, 3\]"):
         make_draft(target, tmp_path / "other", replace(RECIPE, layers=(1, -3)), start=first)
@@ -132,7 +132,7 @@ def test_a_batch_is_computed_in_parts_where_memory_is_short(
     assert parts.agreement == pytest.approx(whole.agreement, abs=0.03) and parts.agreement > parts.agreement_before
     monkeypatch.setattr("service.engine.device.device_free_bytes", lambda: 2**29)
     stages: list[str] = []
-    with pytest.raises(TrainingFailed, match=r"distilling takes .* and 0\.5 GiB are free: a smaller --length"):
+    with pytest.raises(TrainingFailed, match=r"distilling takes .* and 0\.5 GiB are free: use a smaller --length"):
         make_draft(target, tmp_path / "none", recipe, report=lambda stage, *_: stages.append(stage))
     assert stages == [] and not (tmp_path / "none").exists()
 

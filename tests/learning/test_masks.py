@@ -171,7 +171,7 @@ def test_what_has_no_masks_is_skipped(pair: tuple[Model, Model]) -> None:
     masks = answer_masks(made, Automata)
     some = {name: each for name, each in masks.items() if name != made[1].id}
     data = build(made, max_length=128, vocabulary=VOCABULARY, masks=some)
-    assert data.skipped == {"masks not known": 1} and len(data.examples) == 5
+    assert data.skipped == {"unknown masks": 1} and len(data.examples) == 5
     assert [g.id for g in usable(made, some)] == [g.id for g in made if g is not made[1]]
 
 

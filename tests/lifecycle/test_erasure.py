@@ -223,7 +223,7 @@ def test_a_run_on_top_of_an_adapter_that_is_retired_is_ended(installation: Insta
         ended = server.runs.get(run.id)
         assert (ended.state, ended.error) == (
             RunState.ENDED,
-            "the adapter that it was trained on top of was revoked",
+            "the adapter it was trained on was revoked",
         )
         assert server.training_texts.untrained(WHO).generations == ENOUGH
         assert server.engine.active == BARE_DRAFT

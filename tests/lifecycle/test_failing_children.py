@@ -116,7 +116,7 @@ def test_a_candidate_that_will_not_load_changes_nothing(installation: Installati
         server.traffic()
         server.tick_until(server.ended(RunState.REJECTED))
         verdict = server.runs.latest(1)[0].verdict
-        assert verdict is not None and "will not load" in verdict.reason and not verdict.promoted
+        assert verdict is not None and "cannot be loaded" in verdict.reason and not verdict.promoted
         assert server.engine.active == first.id
         assert server.adapters.all()[0].state in {AdapterState.REJECTED, AdapterState.BROKEN}
         check_consistent(server)

@@ -116,8 +116,8 @@ def on_battery_for_an_hour(server: Server) -> None:
         (memory_is_short, RunState.OUT_OF_MEMORY, MEMORY_GIVEN_BACK, TEXTS // 2),
         (end, RunState.ENDED, "ended by an operator", TEXTS),
         (shut_down_with_its_service, RunState.ENDED, "ended by SIGTERM", TEXTS),
-        (pause_for_an_hour, RunState.ENDED, "30 minutes more than it worked: serving is busy", TEXTS),
-        (on_battery_for_an_hour, RunState.ENDED, "30 minutes more than it worked: on battery", TEXTS),
+        (pause_for_an_hour, RunState.ENDED, "30 minutes longer than it worked: serving is busy", TEXTS),
+        (on_battery_for_an_hour, RunState.ENDED, "30 minutes longer than it worked: on battery", TEXTS),
         (crash, RunState.CRASHED, "the next run learns from 8 of 16 suspected texts alone", TEXTS // 2),
     ],
 )

@@ -109,7 +109,7 @@ def test_the_realised_figure_is_the_one_predicted() -> None:
 def test_the_watch_measures_too(installation: Installation) -> None:
     installation.watch = 40
     with installation.server() as server:
-        assert server.supervisor.gains().reason == "no training run has come to a verdict yet"
+        assert server.supervisor.gains().reason == "no training run has been judged yet"
         ref = server.promote()
         state = server.supervisor.gains()
         assert state.adapter == ref.id and state.measured is None and "0 answers ago" in str(state.reason)

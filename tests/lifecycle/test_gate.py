@@ -171,7 +171,7 @@ def test_the_verdict_depends_on_neither_order_nor_repetition(calls: list[float],
 def test_a_gain_that_is_sure_but_not_worth_a_swap_is_refused() -> None:
     verdict = decide(scores([39.9] * 40), scores([40.0] * 40))
     assert verdict.low90 > 0
-    assert not verdict.promoted and "too little better" in verdict.reason
+    assert not verdict.promoted and "gain too small" in verdict.reason
 
 
 def test_a_domain_blocks_when_it_is_probably_beyond_the_tolerance_and_surely_worse() -> None:
@@ -352,7 +352,7 @@ def test_the_interval_chooses_lengths_anew_in_every_resample() -> None:
     "costs", [(), (1.0, 1.1), (1.0, 1.1, 1.2, 1.3), (1.0, 0.0, 1.2), (1.0, -1.0, 1.2), (1.0, float("nan"), 1.2)]
 )
 def test_costs_that_cannot_be_are_an_error(costs: Sequence[float]) -> None:
-    with pytest.raises(ValueError, match=r"draft lengths|rounds that cost nothing"):
+    with pytest.raises(ValueError, match=r"draft lengths|round costs must be positive"):
         decide(GOOD, GOOD, costs)
 
 

@@ -119,12 +119,12 @@ def with_rounds(serving: Sequence[Score], accepted: Sequence[int], predicted: fl
 @pytest.mark.parametrize(
     ("accepted", "short", "message"),
     [
-        ([20] * 20, False, "; realised 3.00 tokens a call, predicted 3.00"),
-        ([19] * 20, False, "; realised 2.90 tokens a call, predicted 3.00"),
+        ([20] * 20, False, "; realised acceptance length 3.00, predicted 3.00"),
+        ([19] * 20, False, "; realised acceptance length 2.90, predicted 3.00"),
         # 7 % less on average, but not surely 5.
-        ([10, 26] * 10, False, "; realised 2.80 tokens a call, predicted 3.00"),
-        ([17, 19] * 10, True, "; realised 2.80 tokens a call, predicted 3.00"),
-        ([40] * 20, False, "; realised 5.00 tokens a call, predicted 3.00"),
+        ([10, 26] * 10, False, "; realised acceptance length 2.80, predicted 3.00"),
+        ([17, 19] * 10, True, "; realised acceptance length 2.80, predicted 3.00"),
+        ([40] * 20, False, "; realised acceptance length 5.00, predicted 3.00"),
     ],
 )
 def test_scores_that_the_engine_surely_falls_short_of_prove_nothing(
@@ -155,7 +155,7 @@ def test_scores_without_draft_lengths_decide_nothing() -> None:
 def test_scores_of_other_texts_are_an_error() -> None:
     with pytest.raises(ValueError, match="different generations"):
         check_at(SAME, {PARENT: SAME, BARE_DRAFT: SAME[1:]})
-    with pytest.raises(ValueError, match="two different texts"):
+    with pytest.raises(ValueError, match="different tokens"):
         check_at(SAME, {PARENT: [*SAME[1:], replace(SAME[0], tokens=1)], BARE_DRAFT: SAME})
 
 

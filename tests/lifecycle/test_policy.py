@@ -129,7 +129,7 @@ def test_undrafted_texts_count_with_their_expected_cases(counts: UntrainedCounts
 def test_the_reason_names_the_missing_condition() -> None:
     settings = {"min_cases": 100, "min_tokens": 1000, "cooldown_seconds": 60.0}
     taken = decide(ENOUGH, None, NOW, waiting=ago(40, hold=100, rollbacks=3), **settings)  # pyright: ignore
-    assert "60 s" in taken and "3 adapters" in taken
+    assert "60 s" in taken and "3 consecutive adapters" in taken
     assert decide(ENOUGH, None, NOW, strain="on battery", **settings) == "on battery"  # pyright: ignore
 
 
@@ -206,7 +206,7 @@ def test_a_gate_needs_more_held_out_texts_after_refusals() -> None:
 )
 def test_what_a_gate_lacks_of_held_out_texts(held_out: HeldOut, lacks: str | None) -> None:
     found = policy.unjudgeable(held_out, RULES, policy.levels([])[0])
-    assert found == (None if lacks is None else f"too little to judge a run on: {lacks}")
+    assert found == (None if lacks is None else f"not enough held-out text to judge a run: {lacks}")
 
 
 @pytest.mark.parametrize(

@@ -30,12 +30,12 @@ FEW = 5
     ("changes", "expected"),
     [
         ({}, policy.RUN_MINUTES),
-        ({"idle_seconds": policy.IDLE_SECONDS - 1}, "requests are answered"),
-        ({"user": "somebody uses the machine"}, "somebody uses the machine"),
+        ({"idle_seconds": policy.IDLE_SECONDS - 1}, "requests are being answered"),
+        ({"user": "the machine is in use"}, "the machine is in use"),
         ({"done": Practised(seconds=50 * 60)}, 10.0),
-        ({"done": Practised(seconds=59 * 60)}, "practice took 59 of 60 minutes in the last 24 hours"),
+        ({"done": Practised(seconds=59 * 60)}, "practiced for 59 of 60 minutes in the last 24 hours"),
         ({"done": Practised(refused=1)}, policy.RUN_MINUTES),
-        ({"done": Practised(refused=2, new=99)}, "2 practice runs in a row were refused: 99 of 100 new generations"),
+        ({"done": Practised(refused=2, new=99)}, "2 consecutive practice runs were refused: 99 of 100 new generations"),
         ({"done": Practised(refused=2, new=100)}, policy.RUN_MINUTES),
     ],
 )
@@ -101,14 +101,14 @@ def test_it_pauses_while_anything_is_asked_and_gives_up_in_the_end(installation:
         server.idle_seconds = 0.0
         server.supervisor.tick()
         run = server.runs.current(WHO)
-        assert run is not None and run.progress.paused == "requests are answered"
+        assert run is not None and run.progress.paused == "requests are being answered"
         installation.clock_offset = timedelta(seconds=MAX_PRACTICE_PAUSE_SECONDS - 5)
         server.supervisor.tick()
         assert practising(server)
         installation.clock_offset = timedelta(seconds=MAX_PRACTICE_PAUSE_SECONDS + 5)
         server.tick_until(server.ended(RunState.ENDED))
         (ended,) = server.runs.latest(9)
-        assert ended.error == "paused for too long, 10 minutes more than it worked: requests are answered"
+        assert ended.error == "paused for 10 minutes longer than it worked: requests are being answered"
         assert not server.supervisor.working and process.exit_code() is not None
 
 
@@ -227,7 +227,9 @@ def test_what_crashes_is_not_tried_for_ever(installation: Installation) -> None:
         server.traffic(FEW)
         server.tick_until(server.ended(RunState.CRASHED, 2))
         server.supervisor.tick()
-        assert server.supervisor.practice().waits == "2 practice runs in a row were refused: 0 of 100 new generations"
+        assert (
+            server.supervisor.practice().waits == "2 consecutive practice runs were refused: 0 of 100 new generations"
+        )
         assert [run.state for run in server.runs.latest(9)] == [RunState.CRASHED] * 2
         # They claimed nothing, and say nothing about the texts.
         assert server.training_texts.untrained(WHO).generations == FEW
@@ -252,7 +254,7 @@ def test_a_mac_says_whether_somebody_uses_it() -> None:
     text = '  | |   "HIDIdleTime" = 12000000000\n'
     assert untouched_seconds(text) == 12.0
     assert untouched_seconds("nothing") is None
-    assert user_on_macos(lambda *command: text) == "somebody uses the machine"
+    assert user_on_macos(lambda *command: text) == "the machine is in use"
     assert user_on_macos(lambda *command: text.replace("12000000000", "900000000000")) is None
     assert user_on_macos(lambda *command: "") is None
 
@@ -267,7 +269,7 @@ def test_it_is_turned_on_and_off_while_the_server_runs(installation: Installatio
         assert server.supervisor.choose_practice(True) == PracticeState(True)
         server.idle_seconds = 0.0
         server.supervisor.tick()
-        assert server.supervisor.practice() == PracticeState(True, waits="requests are answered")
+        assert server.supervisor.practice() == PracticeState(True, waits="requests are being answered")
         server.idle_seconds = math.inf
         server.supervisor.tick()
         assert practising(server) and server.supervisor.practice() == PracticeState(True)
@@ -300,7 +302,7 @@ def test_turned_off_it_leaves_what_was_asked_for(installation: Installation) -> 
 def test_why_none_starts_is_told(installation: Installation) -> None:
     with installation.server(practice=True, cooldown_seconds=600.0) as server:
         server.supervisor.tick()
-        nothing = "nothing has been recorded yet that it could begin like"
+        nothing = "no recorded prompt to start from yet"
         assert server.supervisor.practice().waits == nothing
         server.traffic(FEW)
         server.strain = Strain.BATTERY
@@ -318,7 +320,7 @@ def test_why_none_starts_is_told(installation: Installation) -> None:
     [
         ({"practice": True}, "training.practice is set in the configuration"),
         ({"practice": False}, "training.practice is set in the configuration"),
-        ({"enabled": False}, "no run starts by itself (training.enabled is false)"),
+        ({"enabled": False}, "runs do not start automatically (training.enabled is false)"),
         ({"run_here": False, "practice": True}, "this server leaves runs to others (training.run_here is false)"),
     ],
 )

@@ -137,7 +137,7 @@ def test_no_run_starts_before_its_gate_can_judge_it(installation: Installation) 
             server.supervisor.tick()
         state = server.supervisor.learning()
         assert not server.runs.latest(1) and state.waits is not None
-        assert state.waits == "too little to judge a run on: 0 of 8 held-out prompts"
+        assert state.waits == "not enough held-out text to judge a run: 0 of 8 held-out prompts"
         server.generations.add(
             [generation(f"h{i}", cases=0, tokens=20, split=HELD_OUT) for i in range(state.held_out_needed)]
         ).result(60)

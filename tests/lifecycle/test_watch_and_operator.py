@@ -129,7 +129,7 @@ def test_scores_that_the_engine_falls_short_of_are_warned_of(
         server.traffic(cases=0)
         server.tick_until(server.watched(ref.id))
         (_, verdict) = server.adapters.evaluations(ref.id, EvaluationKind.WATCH)[0]
-        assert f"realised 3.00 tokens a call, predicted {3.4 if warnings else 3:.2f}" in verdict.reason
+        assert f"realised acceptance length 3.00, predicted {3.4 if warnings else 3:.2f}" in verdict.reason
         assert ("proven" in verdict.reason) is not bool(warnings)
         assert server.engine.active == ref.id
         levels = [record.levelname for record in caplog.records if record.name == "service.lifecycle.watch"]
@@ -400,7 +400,7 @@ def test_two_clicks_on_rollback_go_back_once(installation: Installation) -> None
         assert second.parent == first.id
         back = server.supervisor.rollback(expected=second.id)
         assert back is not None and back.id == first.id
-        with pytest.raises(Conflict, match=f"adapter {first.id} serves, not {second.id}"):
+        with pytest.raises(Conflict, match=f"adapter {first.id} is serving, not {second.id}"):
             server.supervisor.rollback(expected=second.id)
         assert server.engine.active == first.id
         assert server.supervisor.rollback(expected=first.id) is None

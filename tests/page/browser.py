@@ -279,7 +279,7 @@ def practice_that_is_fixed_says_why(browser: Browser, real: str, echo: str) -> N
     with opened(browser, real) as page:
         box = page.get_by_role("switch", name="Practise by itself")
         expect(page.locator("#practice-why")).to_have_text(
-            "Fixed: no run starts by itself (training.enabled is false).", timeout=20_000
+            "Fixed: runs do not start automatically (training.enabled is false).", timeout=20_000
         )
         expect(box).to_be_disabled()
         assert "practice-note" in (box.get_attribute("aria-describedby") or "")

@@ -131,7 +131,8 @@ def test_a_trainer_that_a_newer_version_has_overtaken_ends(
     assert status == 1
     (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.CRITICAL]
     assert re.fullmatch(
-        r"the database was upgraded to revision 9999, this version knows \d+: restart with that: ending", said
+        r"the database was upgraded to revision 9999, this version requires \d+: restart with the new version: ending",
+        said,
     )
 
 

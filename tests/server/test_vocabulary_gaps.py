@@ -89,7 +89,7 @@ def test_ids_end_with_the_logits(server: LocalServer, field: str) -> None:
     answer = server.request("POST", "/v1/completions", {"max_tokens": 2, **wrong})
     assert answer.status_code == 400
     error = answer.json()["error"]
-    assert (error["param"], error["message"]) == (field, f"token ids are below {WIDTH}")
+    assert (error["param"], error["message"]) == (field, f"token ids must be below {WIDTH}")
 
 
 GRAMMARS: dict[str, tuple[dict[str, Any], set[str]]] = {

@@ -365,7 +365,7 @@ def test_the_lifecycle_goes_on(tmp_path: Path) -> None:
     house = Installation(tmp_path, url)
     with house.server(min_cases=1) as server:
         lost = server.runs.get(15)
-        assert (lost.state, lost.error) == (RunState.LOST, "its process ended while it ran")
+        assert (lost.state, lost.error) == (RunState.LOST, "its process died during the run")
         assert server.adapters.get(9).state is AdapterState.BROKEN
         assert server.engine.active == 8
         assert server.training_texts.untrained(WHO) == UntrainedCounts(26, 125, 14, 55, rate=56 / 267)

@@ -213,7 +213,7 @@ def test_where_nobody_says_what_became_of_a_commit_the_write_fails(
     assert far.write(add).result(60) == 1
     wire.break_at(COMMIT, delivered=True)
     wire.close()
-    with pytest.raises(StoreError, match="whether it was, the database does not say"):
+    with pytest.raises(StoreError, match="cannot tell whether the write was committed"):
         far.write(add).result(60)
     near = Database(url)
     assert counted(near) == 2, "it was not made twice"

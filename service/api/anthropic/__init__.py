@@ -1,1 +1,1 @@
-"""Anthropic's routes: messages and their token counts, translated to what the engine takes."""
+"""Anthropic's routes: messages and their token counts, translated to the engine's input."""

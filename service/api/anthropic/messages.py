@@ -92,7 +92,7 @@ def messages_routes(frontend: Frontend) -> APIRouter:
 
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountRequest, response: Response) -> CountAnswer:
-        """How many tokens a conversation has; nothing is generated."""
+        """The number of tokens in a conversation; generates nothing."""
         ignored = ignored_by(body, frontend)
         with_ignored(response, [*model_of(body.model, frontend)[1], *ignored])
         chat = _chat(body)
@@ -111,7 +111,7 @@ def _ignored(body: CountRequest, frontend: Frontend) -> list[str]:
 
 
 def _strict(body: CountRequest) -> frozenset[str]:
-    """Names of tools whose arguments are to be valid."""
+    """Names of tools whose arguments must be valid."""
     return frozenset(tool.name for tool in body.tools or () if tool.strict)
 
 
@@ -131,7 +131,7 @@ def _asked(body: MessagesRequest, frontend: Frontend) -> Asked:
         client=_client(body),
         store=body.store is not False,
         num_draft_tokens=body.num_draft_tokens,
-        # A forced call has no text that a format could apply to.
+        # A forced call contains no text that a format could apply to.
         grammar=_grammar(body) if forced is None else None,
         forced_calls=forced,
     )
@@ -173,8 +173,8 @@ def _chat(body: CountRequest) -> Chat:
 
 
 def _system(body: CountRequest) -> str:
-    """The system prompt, without Claude Code's billing block, which changes with every request: prompts that begin with it
-    would share no prefix."""
+    """The system prompt without Claude Code's billing block, which changes with every request and would prevent sharing
+    a prefix."""
     if body.system is None or isinstance(body.system, str):
         return body.system or ""
     return _text([block for block in body.system if not block.text.startswith(BILLING)])
@@ -185,7 +185,7 @@ def _text(content: str | Sequence[TextBlock]) -> str:
 
 
 def _joined(messages: Iterable[Message]) -> list[Block]:
-    """The blocks of neighbouring messages of one role, which Anthropic's API reads as one message."""
+    """The blocks of adjacent messages with the same role, which Anthropic's API reads as one message."""
     blocks: list[Block] = []
     for message in messages:
         content = message.content
@@ -198,7 +198,7 @@ def _joined(messages: Iterable[Message]) -> list[Block]:
 
 
 def _turns(role: str, blocks: Iterable[Block]) -> list[Mapping[str, object]]:
-    """A message as chat templates take it: each tool's result is a turn of its own."""
+    """A message in the form chat templates expect: each tool result is a separate turn."""
     results: list[Mapping[str, object]] = []
     texts, thoughts, calls = list[str](), list[str](), list[object]()
     for block in blocks:
@@ -233,8 +233,9 @@ def _tool(tool: Tool) -> dict[str, object]:
 
 
 class _Writer:
-    """Writes one answer, whole or as a stream of events. context: tokens of a prompt and its answer, at most. request_id: as
-    clients see it. keep: takes the answer before its client has the last of it, as the next request may come at once."""
+    """Writes one answer, whole or as a stream of events. context: maximum tokens of prompt and answer. request_id: as
+    clients see it. keep: stores the answer before its client has all of it, because the next request may arrive at
+    once."""
 
     def __init__(
         self,
@@ -255,7 +256,7 @@ class _Writer:
         self._blocks = 0
         """Content blocks of the stream so far."""
         self._open: PieceKind | None = None
-        """What the last of them holds, unless it has ended."""
+        """The kind of the last one, unless it has ended."""
 
     async def whole(self) -> dict[str, Any]:
         """See Writer."""
@@ -303,7 +304,7 @@ class _Writer:
         try:
             async for part in read_parts(self.exchange, [self._answer], patience, one_call=one_call):
                 if part is None:
-                    # Before its first event, which comes with the first token, a message has no pings.
+                    # A message has no pings before its first event, which comes with the first token.
                     yield _event("ping") if self._answer.begun else KEEP_ALIVE
                     continue
                 if part.first:

@@ -1,4 +1,4 @@
-"""What Anthropic's messages route takes and answers, as far as this server serves it.
+"""Requests and answers of Anthropic's messages route, as far as this server supports them.
 
 Source of the shapes: the Anthropic API reference and the types of the `anthropic` package.
 """
@@ -44,7 +44,7 @@ class TextBlock(ClientModel):
 
 
 class ToolUseBlock(ClientModel):
-    """A call that the assistant made before."""
+    """An earlier call of the assistant."""
 
     type: Literal["tool_use"]
     id: Text
@@ -56,7 +56,7 @@ class ToolUseBlock(ClientModel):
 
 
 class ToolResultBlock(ClientModel):
-    """What a called tool returned."""
+    """The result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: Text
@@ -67,7 +67,7 @@ class ToolResultBlock(ClientModel):
 
 
 class ThinkingBlock(ClientModel):
-    """What the assistant thought before."""
+    """Earlier reasoning of the assistant."""
 
     type: Literal["thinking"]
     thinking: Text
@@ -75,7 +75,7 @@ class ThinkingBlock(ClientModel):
 
 
 class RedactedThinkingBlock(ClientModel):
-    """What cannot be read here; ignored."""
+    """Encrypted reasoning, which cannot be read here; ignored."""
 
     type: Literal["redacted_thinking"]
     data: Ignored = None
@@ -85,14 +85,14 @@ Block = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThi
 
 
 class UserTurn(ClientModel):
-    """What the user says, and what tools returned."""
+    """A user message with tool results."""
 
     role: Literal["user"]
     content: Text | list[Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]]
 
 
 class AssistantTurn(ClientModel):
-    """What the assistant said, thought and called."""
+    """An assistant message with reasoning and calls."""
 
     role: Literal["assistant"]
     content: (
@@ -102,7 +102,7 @@ class AssistantTurn(ClientModel):
 
 
 class SystemTurn(ClientModel):
-    """What the system says amid a conversation."""
+    """A system message within a conversation."""
 
     role: Literal["system"]
     content: Text | list[TextBlock]
@@ -112,7 +112,7 @@ Message = Annotated[UserTurn | AssistantTurn | SystemTurn, Field(discriminator="
 
 
 class Tool(ClientModel):
-    """A tool of the client's. input_schema: a JSON schema; without one it takes no parameters."""
+    """A client's tool. input_schema: a JSON schema; without one the tool has no parameters."""
 
     type: Literal["custom"] | None = None
     name: Name
@@ -142,7 +142,7 @@ class NamedToolChoice(ClientModel):
 
 
 class Thinking(ClientModel):
-    """Whether the model thinks first, where its chat template can say so. Budgets are not enforced."""
+    """Whether the model reasons first, if its chat template supports the choice. Budgets are not enforced."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Ignored = None
@@ -150,7 +150,7 @@ class Thinking(ClientModel):
 
 
 class SchemaFormat(ClientModel):
-    """JSON under a schema."""
+    """JSON that matches a schema."""
 
     type: Literal["json_schema"]
     schema_: Schema = Field(alias="schema")
@@ -186,27 +186,27 @@ class CountRequest(ClientModel):
 
 
 class ThreadCreate(ClientModel):
-    """Later requests continue this one's answer."""
+    """Later requests may continue this one's answer."""
 
     type: Literal["create"]
 
 
 class ThreadContinue(ClientModel):
-    """The request goes on behind an earlier answer, whose conversation it does not repeat."""
+    """The request continues after an earlier answer, whose conversation it does not repeat."""
 
     type: Literal["continue"]
     previous_message_id: Annotated[Text, Field(min_length=1)]
 
 
 class ThreadHead(ClientModel):
-    """What a thread has besides its messages."""
+    """The parts of a thread other than its messages."""
 
     system: Text | list[TextBlock] | None = None
     tools: list[Tool] | None = None
 
 
 class MessagesRequest(CountRequest):
-    """The body of POST /v1/messages. max_tokens: lowered to what the context holds."""
+    """The body of POST /v1/messages. max_tokens: lowered to what the context leaves."""
 
     max_tokens: Tokens
     temperature: Temperature | None = None
@@ -236,7 +236,7 @@ class TextAnswer(ResponseModel):
 
 
 class ThinkingAnswer(ResponseModel):
-    """What the model thought. signature: empty, nothing is signed here."""
+    """The model's reasoning. signature: empty, nothing is signed here."""
 
     type: Literal["thinking"] = "thinking"
     thinking: str
@@ -257,7 +257,7 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "mod
 
 
 class UsageAnswer(ResponseModel):
-    """Tokens. input_tokens: without those that another request's prefill left (cache_read_input_tokens)."""
+    """Tokens. input_tokens: without those found in the prefix cache (cache_read_input_tokens)."""
 
     input_tokens: int
     cache_creation_input_tokens: int = 0

@@ -15,13 +15,13 @@ _MESSAGES: TypeAdapter[list[Message]] = TypeAdapter(list[Message])
 
 
 def message_name(id: str) -> str:
-    """The id that clients know the answer to a request by."""
+    """The id under which clients know the answer to a request."""
     return f"msg_{id}"
 
 
 def continued(body: MessagesRequest, pending: PendingReply, not_kept: str) -> MessagesRequest:
-    """The request with all that its thread said before, and the thread's system prompt and tools where it has none of its own.
-    not_kept: what is said of a message that is not there. Raises ThreadNotFound."""
+    """The request extended by its thread's earlier messages, and by the thread's system prompt and tools if it has
+    none. not_kept: the message for a missing one. Raises ThreadNotFound."""
     if not isinstance(body.thread, ThreadContinue):
         return body
     name = body.thread.previous_message_id
@@ -32,7 +32,7 @@ def continued(body: MessagesRequest, pending: PendingReply, not_kept: str) -> Me
         head = ThreadHead.model_validate_json(reply.parts[0])
         before = _MESSAGES.validate_json(b"[%b]" % b",".join(reply.parts[1:]))
     except ValidationError:
-        raise BadRequest("what the model answered before cannot be sent again", field="thread") from None
+        raise BadRequest("the model's earlier answer cannot be used as input", field="thread") from None
     return body.model_copy(
         update={
             "messages": [*before, *body.messages],
@@ -43,7 +43,7 @@ def continued(body: MessagesRequest, pending: PendingReply, not_kept: str) -> Me
 
 
 def kept_parts(body: MessagesRequest, content: Sequence[BlockAnswer]) -> list[bytes]:
-    """A conversation and its answer, as `continued` reads them again."""
+    """A conversation and its answer, in the form that `continued` reads."""
     head = ThreadHead(system=body.system, tools=body.tools)
     answer = _MESSAGES.validate_python([{"role": "assistant", "content": [block.model_dump() for block in content]}])
     parts = [head, *body.messages, *answer]

@@ -1,1 +1,1 @@
-"""OpenAI's routes: chat completions, completions, responses and models, each translated to what the engine takes."""
+"""OpenAI's routes: chat completions, completions, responses and models, translated to the engine's input."""

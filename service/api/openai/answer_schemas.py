@@ -1,4 +1,4 @@
-"""What OpenAI's chat and completion routes answer.
+"""Answers of OpenAI's chat and completion routes.
 
 Source of the shapes: the OpenAI API reference and the types of the `openai` package; vLLM's for metrics.
 """
@@ -12,13 +12,13 @@ from service.core import Timings
 
 
 class PromptTokensDetails(ResponseModel):
-    """cached_tokens: those that another request's prefill left."""
+    """cached_tokens: those found in the prefix cache."""
 
     cached_tokens: int
 
 
 class UsageAnswer(ResponseModel):
-    """Tokens; `completion_tokens` of all answers together. prompt_tokens_details: absent while an answer is under way."""
+    """Tokens; `completion_tokens` of all answers together. prompt_tokens_details: absent while an answer is in progress."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -28,7 +28,7 @@ class UsageAnswer(ResponseModel):
 
     @classmethod
     def of(cls, spent: Timings) -> UsageAnswer:
-        """As clients see it."""
+        """In the form shown to clients."""
         usage = cls(
             prompt_tokens=spent.prompt_n,
             completion_tokens=spent.predicted_n,
@@ -41,13 +41,13 @@ class UsageAnswer(ResponseModel):
 
     @classmethod
     def so_far(cls, prompt: int, completion: int) -> UsageAnswer:
-        """Of an answer that is under way."""
+        """For an answer in progress."""
         return cls(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
 
 
 class SpeculativeMetrics(ResponseModel):
-    """How speculation went, by vLLM's names. mean_acceptance_length: accepted tokens a step with proposals, and one.
-    acceptance_histogram: by j, the steps of which j proposed tokens were accepted; their sum is num_spec_steps."""
+    """Speculation statistics, in vLLM's names. mean_acceptance_length: accepted tokens per step with proposals, plus
+    one. acceptance_histogram: entry j counts the steps with j accepted tokens; their sum is num_spec_steps."""
 
     mean_acceptance_length: float
     draft_acceptance_rate: float
@@ -58,13 +58,13 @@ class SpeculativeMetrics(ResponseModel):
 
 
 class MetricsAnswer(ResponseModel):
-    """vLLM's `metrics`; speculative_decoding is null where nothing was proposed, or where it is not for this caller."""
+    """vLLM's `metrics`; speculative_decoding is null if nothing was proposed or this caller may not see it."""
 
     speculative_decoding: SpeculativeMetrics | None
 
     @classmethod
     def of(cls, spent: Timings, *, draft_counts: bool) -> MetricsAnswer:
-        """As clients see it. draft_counts: see TimingsAnswer."""
+        """In the form shown to clients. draft_counts: see TimingsAnswer."""
         if not draft_counts or not spent.draft_rounds or not spent.draft_n:
             return cls(speculative_decoding=None)
         speculative = SpeculativeMetrics(
@@ -79,7 +79,7 @@ class MetricsAnswer(ResponseModel):
 
 
 class LikelyToken(ResponseModel):
-    """A token and its log-probability. bytes: what it stands for, where that is not a whole character."""
+    """A token and its log-probability. bytes: of its text, if that is not a whole character."""
 
     token: str
     bytes: list[int]
@@ -87,20 +87,20 @@ class LikelyToken(ResponseModel):
 
 
 class TokenLogprob(LikelyToken):
-    """An output token with the most likely tokens at its place."""
+    """An output token with the most likely tokens at its position."""
 
     top_logprobs: list[LikelyToken]
 
 
 class ChoiceLogprobs(ResponseModel):
-    """Of the tokens of an answer, or of a chunk of it."""
+    """For the tokens of an answer, or of a chunk of it."""
 
     content: list[TokenLogprob]
     refusal: None = None
 
 
 class PromptTokenLogprob(ResponseModel):
-    """A token's log-probability at a place of the prompt, by vLLM's names. rank: 1 for the most likely token there."""
+    """A token's log-probability at a position of the prompt, in vLLM's names. rank: 1 for the most likely token there."""
 
     logprob: float
     rank: int
@@ -108,7 +108,7 @@ class PromptTokenLogprob(ResponseModel):
 
 
 PromptTokens: TypeAlias = list[dict[str, PromptTokenLogprob] | None]
-"""For each token of a prompt, by token id: the token itself and the most likely ones at its place; null of the first."""
+"""For each token of a prompt, by token id: the token itself and the most likely ones at its position; null for the first."""
 
 
 class FunctionCallAnswer(ResponseModel):
@@ -119,7 +119,7 @@ class FunctionCallAnswer(ResponseModel):
 
 
 class ToolCallAnswer(ResponseModel):
-    """A tool call. index: its number, in chunks alone."""
+    """A tool call. index: its number, only in chunks."""
 
     index: int | None = None
     id: str
@@ -128,7 +128,7 @@ class ToolCallAnswer(ResponseModel):
 
 
 class MessageAnswer(ResponseModel):
-    """The assistant's turn. content: null where there are tool calls alone."""
+    """The assistant's turn. content: null if there are only tool calls."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
@@ -150,7 +150,7 @@ class Choice(ResponseModel):
 
 
 class ChatAnswer(ResponseModel):
-    """The JSON answer of the chat route. timings, metrics: of all choices together. prompt_logprobs: when asked for."""
+    """The JSON answer of the chat route. timings, metrics: for all choices together. prompt_logprobs: if requested."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -164,7 +164,7 @@ class ChatAnswer(ResponseModel):
 
 
 class ChunkDelta(ResponseModel):
-    """What is new."""
+    """The new part."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -173,7 +173,7 @@ class ChunkDelta(ResponseModel):
 
 
 class ChunkChoice(ResponseModel):
-    """What is new of one answer."""
+    """The new part of one answer."""
 
     index: int
     delta: ChunkDelta
@@ -182,9 +182,9 @@ class ChunkChoice(ResponseModel):
 
 
 class ChatChunk(ResponseModel):
-    """One event of a chat stream. usage: in a last chunk without choices, when asked for; on request in every other chunk too,
-    of its answer so far. metrics: in the last chunk of an answer, of that answer. timings: there too, or of all answers beside
-    the usage that was asked for. prompt_logprobs: in the last chunk of the first answer, when asked for."""
+    """One event of a chat stream. usage: in a last chunk without choices if requested; on request also in every other
+    chunk, for its answer so far. metrics: in an answer's last chunk, for that answer. timings: in the same chunk, or for all
+    answers together in the chunk with the requested usage. prompt_logprobs: in the first answer's last chunk if requested."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
@@ -198,7 +198,7 @@ class ChatChunk(ResponseModel):
 
 
 class CompletionLogprobs(ResponseModel):
-    """Four lists of one entry a token; null: it is the first of a prompt. text_offset: where it begins in the text."""
+    """Four lists with one entry per token; null for the first token of a prompt. text_offset: the token's start in the text."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -207,7 +207,7 @@ class CompletionLogprobs(ResponseModel):
 
 
 class CompletionChoice(ResponseModel):
-    """One answer, or what is new of it. prompt_logprobs: of its prompt, when asked for; in a stream at the answer's end."""
+    """One answer, or its new part. prompt_logprobs: of its prompt if requested; in a stream at the answer's end."""
 
     index: int
     text: str

@@ -94,14 +94,14 @@ def _ignored(body: ChatRequest, frontend: Frontend) -> list[str]:
 
 
 def _strict(body: ChatRequest) -> frozenset[str]:
-    """Names of tools whose arguments are to be valid."""
+    """Names of tools whose arguments must be valid."""
     return frozenset(tool.function.name for tool in body.tools or () if tool.function.strict)
 
 
 def _asked(body: ChatRequest, frontend: Frontend) -> Asked:
     tokens, name = body.max_tokens, "max_tokens"
     if body.max_completion_tokens is not None:
-        # OpenAI's newer name.
+        # OpenAI's newer name for max_tokens.
         tokens, name = body.max_completion_tokens, "max_completion_tokens"
     options = template_options(body.chat_template_kwargs, body.reasoning_effort, thinks=_thinks(body))
     tools = [_tool(tool) for tool in _tools(body)]
@@ -119,11 +119,11 @@ def _asked(body: ChatRequest, frontend: Frontend) -> Asked:
 
 
 def _end(body: ChatRequest) -> ChatEnd:
-    """How the prompt ends, by vLLM's two fields. Raises BadRequest where both are true."""
+    """How the prompt ends, according to vLLM's two fields. Raises BadRequest if both are true."""
     if body.continue_final_message:
         if body.add_generation_prompt:
             raise BadRequest(
-                "continue_final_message and add_generation_prompt cannot both be true: an answer either goes on with the last "
+                "continue_final_message and add_generation_prompt cannot both be true: an answer either continues the last "
                 "message or begins a new one",
                 field="continue_final_message",
             )
@@ -132,7 +132,7 @@ def _end(body: ChatRequest) -> ChatEnd:
 
 
 def _tools(body: ChatRequest) -> list[Tool]:
-    """The tools that the model is to know. Raises ToolNotFound where one is allowed that is not there."""
+    """The tools shown to the model. Raises ToolNotFound if an allowed one is missing."""
     tools = body.tools or []
     match body.tool_choice:
         case "none":
@@ -146,7 +146,7 @@ def _tools(body: ChatRequest) -> list[Tool]:
 
 
 def _thinks(body: ChatRequest) -> bool | None:
-    """Whether the model is to think first; None: the request does not say."""
+    """Whether the model should reason first; None: the request does not say."""
     if body.enable_thinking is not None:
         return body.enable_thinking
     return None if body.thinking is None else body.thinking.type != "disabled"
@@ -164,10 +164,10 @@ def asked_by(
     forced: ForcedCalls | None = None,
     prediction: str = "",
 ) -> Asked:
-    """What a request to the chat or the completion route asks of one prompt. echo: the prompt is part of the answer, and so are
-    its log-probabilities where there are any. Raises BadRequest."""
+    """Translates a chat or completion request for one prompt. echo: the answer includes the prompt, and its
+    log-probabilities if there are any. Raises BadRequest."""
     scored = [count for count in (body.prompt_logprobs, logprobs if echo else None) if count is not None]
-    # Texts that are measured were not meant for a model: they are recorded only where the request says so.
+    # Texts that are measured were not written for the model: they are recorded only if the request says so.
     measured = echo or bool(scored)
     return Asked(
         prompt,
@@ -195,7 +195,8 @@ def asked_by(
         client=client_tag(body.user),
         store=bool(body.store) if measured else body.store is not False,
         logprobs=logprobs,
-        # Tools take all entries but the last for the prompt's, so that there must be one for each generated token.
+        # Evaluation tools take all entries except the last as the prompt's, so there must be one for each generated
+        # token.
         logprob_of_end=echo,
         prompt_logprobs=max(scored, default=None),
         num_draft_tokens=body.num_draft_tokens,
@@ -208,15 +209,15 @@ def asked_by(
 
 
 def _logit_bias(body: CommonRequest, encoder: Encoder) -> dict[int, float]:
-    """Raises BadRequest for ids that are no tokens."""
+    """Raises BadRequest for invalid token ids."""
     bias = {int(token): added for token, added in (body.logit_bias or {}).items()}
     if any(token >= encoder.vocabulary for token in bias):
-        raise BadRequest(f"token ids are below {encoder.vocabulary}", field="logit_bias")
+        raise BadRequest(f"token ids must be below {encoder.vocabulary}", field="logit_bias")
     return bias
 
 
 def _grammar(body: CommonRequest, forced: ForcedCalls | None) -> Grammar | None:
-    """Where calls are forced, a response format has no text to apply to. Raises BadRequest where more than one is given."""
+    """With forced calls, a response format has no text to apply to. Raises BadRequest if more than one is given."""
     given = body.structured_outputs.grammars() if body.structured_outputs is not None else []
     match body.response_format if forced is None else None:
         case JsonFormat(schema_=dict() as schema):
@@ -228,7 +229,7 @@ def _grammar(body: CommonRequest, forced: ForcedCalls | None) -> Grammar | None:
         case _:
             pass
     if len(given) > 1:
-        raise BadRequest("an answer has one format", field=given[-1].field)
+        raise BadRequest("an answer can have only one format", field=given[-1].field)
     return given[0] if given else None
 
 
@@ -240,12 +241,12 @@ def _forced_calls(body: ChatRequest) -> ForcedCalls | None:
 
 
 def wants_logprobs(body: ChatRequest) -> bool:
-    """Whether log-probabilities are sent: top_logprobs alone asks for them too."""
+    """Whether log-probabilities are sent: top_logprobs without logprobs requests them too."""
     return bool(body.top_logprobs) if body.logprobs is None else body.logprobs
 
 
 def template_turn(turn: Message) -> dict[str, object]:
-    """A turn as chat templates take it."""
+    """A turn in the form chat templates expect."""
     new: dict[str, object] = {
         "role": "system" if turn.role == "developer" else turn.role,
         "content": joined(turn.content),
@@ -285,13 +286,13 @@ def _tool(tool: Tool) -> dict[str, object]:
 
 
 def likely_token(encoder: Encoder, token: int, logprob: float) -> LikelyToken:
-    """A token and its log-probability, as clients see them."""
+    """A token and its log-probability, in the form shown to clients."""
     raw = encoder.token_bytes(token)
     return LikelyToken(token=raw.decode(errors="replace"), bytes=list(raw), logprob=logprob)
 
 
 def choice_logprobs(encoder: Encoder, logprobs: Sequence[TokenLogprobs]) -> ChoiceLogprobs:
-    """The log-probabilities of output tokens, as clients see them."""
+    """The log-probabilities of output tokens, in the form shown to clients."""
     content = [
         TokenLogprob(
             **likely_token(encoder, each.token, each.logprob).model_dump(),
@@ -374,7 +375,7 @@ class _Writer:
     def _part(self, part: Part) -> list[bytes]:
         chunks: list[ChatChunk] = []
         if part.first:
-            # Not before: tools that measure take the first chunk of a choice for its first token.
+            # Not earlier: benchmark tools take the first chunk of a choice for its first token.
             chunks.append(self._delta(part.index, ChunkDelta(role="assistant", content="")))
         logprobs = choice_logprobs(self._encoder, part.logprobs) if part.logprobs else None
         number = len(self.answers[part.index].calls) - sum(piece.call is not None for piece in part.pieces)
@@ -406,7 +407,7 @@ class _Writer:
         return self._with_usage(self._chunk([choice]), index)
 
     def _with_usage(self, chunk: ChatChunk, index: int) -> ChatChunk:
-        """The chunk, with what its answer has used so far where every chunk says that."""
+        """The chunk, with its answer's usage so far if every chunk includes it."""
         if self._continuous:
             chunk.usage = UsageAnswer.so_far(self.exchange.prompt_tokens_of(index), self.answers[index].tokens)
         return chunk

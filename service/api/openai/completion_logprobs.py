@@ -1,4 +1,4 @@
-"""Log-probabilities in the shape of OpenAI's completion route: of an answer's tokens, and of a prompt that comes before it."""
+"""Log-probabilities in the shape of OpenAI's completion route, for an answer's tokens and for an echoed prompt."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from service.core import Encoder, PromptLogprobs, TokenLogprobs
 
 
 def completion_logprobs(encoder: Encoder, logprobs: Sequence[TokenLogprobs], offset: int) -> CompletionLogprobs:
-    """The log-probabilities of output tokens, as clients see them. offset: characters of the text before them."""
+    """The log-probabilities of output tokens, in the form shown to clients. offset: characters of text before them."""
     tokens = [_text(encoder, each.token) for each in logprobs]
     offsets = [offset]
     for token in tokens:
@@ -24,8 +24,8 @@ def completion_logprobs(encoder: Encoder, logprobs: Sequence[TokenLogprobs], off
 
 
 def echoed_logprobs(encoder: Encoder, prompt: PromptLogprobs, text: str, count: int) -> CompletionLogprobs:
-    """The same of a prompt's tokens. text: what the answer has of it. count: how many of the most likely tokens are sent at
-    each place, beside the token itself."""
+    """The same for a prompt's tokens. text: the echoed text. count: number of most likely tokens sent per position, in
+    addition to the token itself."""
     known = [each for _, each in prompt]
     return CompletionLogprobs(
         tokens=[_text(encoder, token) for token in prompt.tokens],
@@ -43,7 +43,7 @@ def prompt_text(encoder: Encoder, prompt: str | Sequence[int]) -> str:
 
 
 def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    """One behind the other."""
+    """The two concatenated."""
     return CompletionLogprobs(
         tokens=first.tokens + second.tokens,
         token_logprobs=first.token_logprobs + second.token_logprobs,
@@ -53,8 +53,8 @@ def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionL
 
 
 def _offsets(encoder: Encoder, tokens: Sequence[int], text: str) -> list[int]:
-    """Where each token begins in a text that ends with them: a token within a character, where that begins. What the tokenizer
-    puts before a text, such as a token that begins it, takes none of it."""
+    """The offset of each token in a text that ends with them; for a token inside a character, the offset of the
+    character. Tokens that the tokenizer adds before a text, such as a begin token, have no width."""
     decoder, offsets, length = codecs.getincrementaldecoder("utf-8")("replace"), list[int](), 0
     for token in tokens:
         offsets.append(length)
@@ -69,8 +69,8 @@ def _text(encoder: Encoder, token: int) -> str:
 
 
 def _likely(encoder: Encoder, each: TokenLogprobs, count: int) -> dict[str, float]:
-    """The log-probabilities of the most likely tokens at a place and of the one that is there. Of tokens with one text, the
-    most likely one's."""
+    """The log-probabilities of the most likely tokens at a position and of the actual one. For tokens with the same
+    text, the most likely one's."""
     found: dict[str, float] = {}
     for token, logprob in [*each.top[:count], (each.token, each.logprob)]:
         key = _key(encoder, token)
@@ -79,7 +79,7 @@ def _likely(encoder: Encoder, each: TokenLogprobs, count: int) -> dict[str, floa
 
 
 def _key(encoder: Encoder, token: int) -> str:
-    """A token's text or, where it is no whole character, its bytes, as OpenAI writes them."""
+    """A token's text or, if it is not a whole character, its bytes in OpenAI's notation."""
     raw = encoder.token_bytes(token)
     try:
         return raw.decode()

@@ -94,7 +94,7 @@ class _Writer:
     async def whole(self) -> dict[str, Any]:
         """See Writer."""
         if self._echo or self._prompt_logprobs is not None:
-            # Some hundred bytes a prompt token: the event loop would stand still meanwhile.
+            # About a hundred bytes per prompt token: this would block the event loop.
             return await to_thread.run_sync(self._whole)
         return self._whole()
 
@@ -121,7 +121,7 @@ class _Writer:
                 index, answer, before, logprobs = part.index, self.answers[part.index], "", None
                 offset = offsets[index]
                 if offset is None:
-                    # The first chunk has the prompt too.
+                    # The first chunk includes the prompt.
                     before, logprobs = self._echoed(index)
                     offset = len(before)
                 if part.logprobs:
@@ -151,7 +151,7 @@ class _Writer:
             self.exchange.close()
 
     def _echoed(self, index: int) -> tuple[str, CompletionLogprobs | None]:
-        """What comes before an answer: its prompt's text and log-probabilities, as far as they are wanted."""
+        """What precedes an answer: its prompt's text and log-probabilities, if requested."""
         if not self._echo:
             return "", None
         text, known = (

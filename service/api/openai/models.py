@@ -12,7 +12,7 @@ from service.api.schemas import ResponseModel
 
 
 class ModelAnswer(ResponseModel):
-    """A name that requests may use. max_model_len: tokens of a prompt and its answer, at most (vLLM's name)."""
+    """A name that requests may use. max_model_len: maximum tokens of prompt and answer (vLLM's name)."""
 
     id: str
     object: Literal["model"] = "model"
@@ -29,7 +29,7 @@ class ModelsAnswer(ResponseModel):
 
 
 def model_routes(names: ModelNames, context: int) -> APIRouter:
-    """The names by which requests may call the served model. context: tokens of a prompt and its answer, at most."""
+    """The names under which requests may call the served model. context: maximum tokens of prompt and answer."""
     router = APIRouter()
     started = int(time.time())
 
@@ -38,7 +38,7 @@ def model_routes(names: ModelNames, context: int) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> ModelsAnswer:
-        """Every name, the model's own first."""
+        """Every name, the model's main name first."""
         return ModelsAnswer(object="list", data=[describe(name) for name in names.all])
 
     @router.get("/v1/models/{id:path}")

@@ -1,4 +1,4 @@
-"""What is sent of a prompt's own tokens: their log-probabilities by vLLM's names."""
+"""Log-probabilities of a prompt's own tokens, in vLLM's names."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from service.core import Encoder
 
 
 def prompt_tokens(encoder: Encoder, answer: Answer, count: int) -> PromptTokens | None:
-    """Of each token of an answer's prompt the log-probability, and those of the `count` most likely tokens at its place. None
-    where the prompt's were not computed."""
+    """For each token of an answer's prompt, its log-probability and those of the `count` most likely tokens at its
+    position. None if they were not computed."""
     if answer.prompt_logprobs is None:
         return None
     found: PromptTokens = []

@@ -1,4 +1,4 @@
-"""Items of /v1/responses: earlier ones are looked up, all become turns of a chat, and they are kept with the answer."""
+"""Items of /v1/responses: resolves references to earlier ones, turns all into a chat, and stores them with the answer."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from service.core import BadRequest
 
 ServedItem = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
 KEPT_FIELDS = {"type", "role", "content", "call_id", "name", "arguments", "output"}
-"""Of an item: what chat templates read."""
+"""Fields of an item that chat templates read."""
 _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 
 
 def response_name(id: str) -> str:
-    """The id that clients know the answer to a request by."""
+    """The id under which clients know the answer to a request."""
     return f"resp_{id}"
 
 
 def conversation(body: ResponsesRequest, pending: PendingReply, not_kept: str) -> list[ServedItem]:
-    """Everything that the input says, with what it takes from earlier responses. not_kept: what is said of a response that is
-    not there. Raises ResponseNotFound, ItemNotFound, and BadRequest where nothing is left of the input."""
+    """The whole input, including items taken from earlier responses. not_kept: the message for a missing response.
+    Raises ResponseNotFound, ItemNotFound, and BadRequest if no usable item is left."""
     items: list[ServedItem] = []
     if body.previous_response_id:
         name = body.previous_response_id
@@ -53,7 +53,7 @@ def conversation(body: ResponsesRequest, pending: PendingReply, not_kept: str) -
         elif not isinstance(item, HostedItem):
             items.append(item)
     if not items:
-        raise BadRequest("input has no item that is served", field="input")
+        raise BadRequest("input contains no supported item", field="input")
     return items
 
 
@@ -61,17 +61,17 @@ def _read(parts: Sequence[bytes]) -> list[ServedItem]:
     try:
         read = _ITEMS.validate_json(b"[%b]" % b",".join(parts))
     except ValidationError:
-        raise BadRequest("what the model answered before cannot be sent again", field="input") from None
+        raise BadRequest("the model's earlier answer cannot be used as input", field="input") from None
     return [item for item in read if not isinstance(item, Reference | HostedItem)]
 
 
 def kept_parts(items: Iterable[ServedItem | Output]) -> list[bytes]:
-    """The JSON of each item, as `conversation` reads it again."""
+    """The JSON of each item, in the form that `conversation` reads."""
     return [item.model_dump_json(include=KEPT_FIELDS, exclude_none=True).encode() for item in items]
 
 
 def turns_of(instructions: str | None, items: Iterable[ServedItem]) -> list[dict[str, object]]:
-    """Items as chat templates take them. What the assistant thought, said and called in a row is one turn."""
+    """Items in the form chat templates expect. Consecutive reasoning, text and calls of the assistant form one turn."""
     turns: list[dict[str, object]] = []
     if instructions:
         turns.append({"role": "system", "content": instructions})

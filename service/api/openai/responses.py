@@ -1,4 +1,4 @@
-"""POST /v1/responses, which may continue earlier responses; GET and DELETE of those that are kept."""
+"""POST /v1/responses, which may continue earlier responses; GET and DELETE for stored ones."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def responses_routes(frontend: Frontend) -> APIRouter:
 
     @router.get("/v1/responses/{id}", response_model=ResponsesAnswer)
     async def show(id: Id, request: Request) -> Response:
-        """A response that is kept, to the key that asked for it."""
+        """A stored response, for the key that requested it."""
         reply = replies.find(id, caller_of(request))
         if reply is None or not reply.answer:
             raise NotFound(f"this response {replies.not_kept}")
@@ -100,7 +100,7 @@ def responses_routes(frontend: Frontend) -> APIRouter:
 
     @router.delete("/v1/responses/{id}")
     async def drop(id: Id, request: Request) -> DeletedResponse:
-        """Keep a response no longer. What is recorded of it is erased by DELETE /generations."""
+        """Drop a stored response. Its recorded text is erased by DELETE /generations."""
         reply = replies.find(id, caller_of(request))
         if reply is None or not reply.answer or not replies.drop(id, caller_of(request)):
             raise NotFound(f"this response {replies.not_kept}")
@@ -126,7 +126,7 @@ def _domain(body: ResponsesRequest) -> str | None:
 
 
 def _strict(body: ResponsesRequest) -> frozenset[str]:
-    """Names of tools whose arguments are to be valid."""
+    """Names of tools whose arguments must be valid."""
     return frozenset(tool.name for tool in body.tools or () if isinstance(tool, FunctionTool) and tool.strict)
 
 
@@ -152,14 +152,14 @@ def _asked(body: ResponsesRequest, items: Sequence[ServedItem], frontend: Fronte
         store=body.store is not False,
         logprobs=body.top_logprobs or None,
         num_draft_tokens=body.num_draft_tokens,
-        # A forced call has no text that a format could apply to.
+        # A forced call contains no text that a format could apply to.
         grammar=_grammar(body) if forced is None else None,
         forced_calls=forced,
     )
 
 
 def _tools(body: ResponsesRequest) -> list[FunctionTool]:
-    """The tools that the model is to know. Raises ToolNotFound where one is allowed that is not there."""
+    """The tools shown to the model. Raises ToolNotFound if an allowed one is missing."""
     tools = [tool for tool in body.tools or () if isinstance(tool, FunctionTool)]
     match body.tool_choice:
         case "none":
@@ -197,8 +197,8 @@ def _tool(tool: FunctionTool) -> dict[str, object]:
 
 @dataclass(slots=True)
 class _Record:
-    """What is left of a response. items: what its prompt said. stored: its client is told that it is stored. kept: later
-    requests may refer to it, until it has been handed over."""
+    """The stored form of a response. items: its input. stored: whether the client is told that it is stored. kept:
+    later requests may refer to it; None after it was handed over."""
 
     pending: PendingReply
     items: Sequence[ServedItem]
@@ -206,7 +206,7 @@ class _Record:
     kept: bool
 
     def keep(self, response: ResponsesAnswer) -> None:
-        """Hand the response over, once."""
+        """Stores the response, once."""
         if not self.kept:
             return
         self.kept = False
@@ -240,11 +240,11 @@ class _Writer:
         self._sequence = 0
         self._ids: list[str] = []
         self._index = -1
-        """Of the item that is being streamed."""
+        """Index of the item being streamed."""
         self._unsent: list[TokenLogprobs] = []
-        """Log-probabilities of tokens whose text was not sent yet."""
+        """Log-probabilities of tokens whose text has not been sent."""
         self._open: list[Piece] = []
-        """Its pieces."""
+        """Pieces of the item being streamed."""
 
     async def whole(self) -> dict[str, Any]:
         """See Writer."""
@@ -258,24 +258,24 @@ class _Writer:
             for i, item in enumerate(items)
         ]
         if len(output) == 1 and isinstance(output[0], OutputMessage) and self._answer.logprobs:
-            # Where an answer has other parts too, tokens do not tell which they belong to.
+            # With other parts in the answer, tokens cannot be assigned to parts.
             output[0].content[0].logprobs = choice_logprobs(self._encoder, self._answer.logprobs).content
         answer = self._response("incomplete" if cut else "completed", output)
         if cut:
             answer.incomplete_details = IncompleteDetails()
         spent = self._answer.timings
-        # The tokenizer may be busy with a long prompt.
+        # Off the event loop: the tokenizer may be busy with a long prompt.
         thought = await ENCODING.run(self._reasoning_tokens) if self._answer.reasoning else 0
         answer.usage = self._usage(spent, min(thought, spent.predicted_n))
         counts = self.exchange.draft_counts
         answer.timings = TimingsAnswer.of(spent, draft_counts=counts)
         answer.metrics = MetricsAnswer.of(spent, draft_counts=counts)
-        # Before its client has the last of it: the next request may come at once.
+        # Before its client has all of it, because the next request may arrive at once.
         self._record.keep(answer)
         return answer
 
     def _keep_the_rest(self) -> None:
-        """Keep what there is of an answer that broke off: its client has seen the ids of its items, and may refer to them."""
+        """Stores the part of an aborted answer: its client has seen item ids and may refer to them."""
         items = self._answer.items
         if items:
             self._record.keep(
@@ -324,7 +324,7 @@ class _Writer:
         )
 
     def _item(self, index: int, item: Piece, status: Status) -> Output:
-        """Item number `index` of the output. Its id stays the same."""
+        """Item number `index` of the output, with a stable id."""
         id = self._item_id(index, item)
         if item.call is not None:
             call = item.call
@@ -368,7 +368,7 @@ class _Writer:
             self.exchange.close()
 
     def _piece(self, piece: Piece) -> list[bytes]:
-        """Events for a new piece: of the item that it continues, or of one that it begins."""
+        """Events for a new piece, either of the current item or of a new one."""
         frames: list[bytes] = []
         last = self._open[-1] if self._open else None
         if last is None or piece.call is not None or last.kind is not piece.kind:
@@ -425,7 +425,7 @@ class _Writer:
         return [*frames, self._event("response.output_item.done", output_index=self._index, item=item)]
 
     def _place(self, piece: Piece) -> dict[str, object]:
-        """Which item, and which part of it."""
+        """The item and the part of it."""
         place: dict[str, object] = {
             "item_id": self._item_id(self._index, piece),
             "output_index": self._index,

@@ -1,4 +1,4 @@
-"""What OpenAI's responses route takes and answers, as far as this server serves it.
+"""Requests and answers of OpenAI's responses route, as far as this server supports them.
 
 Source of the shapes: the OpenAI API reference and the types of the `openai` package.
 """
@@ -50,7 +50,7 @@ Parts = Text | list[Annotated[InputText, AS_PART]]
 
 
 class InputItem(ClientModel):
-    """What every item of the input may have."""
+    """Fields common to all input items."""
 
     id: Ignored = None
     status: Ignored = None
@@ -66,7 +66,7 @@ class MessageItem(InputItem):
 
 
 class FunctionCallItem(InputItem):
-    """A call that the assistant made before."""
+    """An earlier call of the assistant."""
 
     type: Literal["function_call"]
     call_id: Text
@@ -77,7 +77,7 @@ class FunctionCallItem(InputItem):
 
 
 class FunctionCallOutputItem(InputItem):
-    """What a called function returned."""
+    """The result of a function call."""
 
     type: Literal["function_call_output"]
     call_id: Text
@@ -88,14 +88,14 @@ class FunctionCallOutputItem(InputItem):
 
 
 class ReasoningPart(ClientModel):
-    """A part of what the assistant thought."""
+    """A part of earlier reasoning."""
 
     type: Literal["reasoning_text", "summary_text"]
     text: Text
 
 
 class ReasoningItem(InputItem):
-    """What the assistant thought before. Encrypted content cannot be read here and is ignored."""
+    """Earlier reasoning of the assistant. Encrypted content cannot be read here and is ignored."""
 
     type: Literal["reasoning"]
     content: list[ReasoningPart] | None = None
@@ -110,13 +110,13 @@ class Reference(ClientModel):
 
 
 class ItemReference(Reference):
-    """A reference that says so."""
+    """A reference with an explicit type."""
 
     type: Literal["item_reference"]
 
 
 class UntypedReference(Reference):
-    """A reference without a type: neither a role nor content is there."""
+    """A reference without a type: an item with neither role nor content."""
 
     model_config = ConfigDict(json_schema_extra={"not": {"anyOf": [{"required": ["role"]}, {"required": ["content"]}]}})
 
@@ -134,14 +134,14 @@ def _hosted(kind: str) -> str:
 
 
 def _other(schema: dict[str, Any], names: Sequence[str], pattern: str | None = None) -> None:
-    """The document of a type that is none of these."""
+    """The OpenAPI schema of a type other than these."""
     schema["minLength"] = 1
     schema["not"] = {"anyOf": [{"enum": list(names)}, *([{"pattern": pattern}] if pattern else [])]}
 
 
 class HostedItem(ClientModel, extra="ignore"):
-    """An item of any other type, such as a call of a tool that OpenAI runs itself: accepted and ignored. Parts of a message
-    outside a message are none."""
+    """An item of any other type, such as a call of a tool hosted by OpenAI: accepted and ignored. Message parts outside
+    a message are not accepted."""
 
     type: Annotated[
         Text, AfterValidator(_hosted), Field(json_schema_extra=lambda schema: _other(schema, ITEM_TYPES, _PARTS))
@@ -149,8 +149,7 @@ class HostedItem(ClientModel, extra="ignore"):
 
 
 def _item_type(item: object) -> str | None:
-    """The tag of an item of the input: a message's type need not be said, nor a reference's. None: it has no type that could be
-    one."""
+    """The tag of an input item; messages and references may omit their type. None: its type is invalid."""
     if not isinstance(item, dict):
         return "untyped" if isinstance(item, UntypedReference) else _tag(str(getattr(item, "type", "message")))
     fields = cast("dict[str, object]", item)
@@ -196,14 +195,14 @@ class FlatNamedTool(ClientModel):
 
 
 class FlatAllowedTool(ClientModel):
-    """A tool that may be called. Those without a name are not the client's."""
+    """A tool that may be called. Those without a name are hosted tools."""
 
     type: Text
     name: Name | None = None
 
 
 class FlatAllowedTools(ClientModel):
-    """The model knows these of the tools alone. mode: whether one of them must be called."""
+    """The model is shown only these tools. mode: whether one of them must be called."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -211,13 +210,13 @@ class FlatAllowedTools(ClientModel):
 
 
 class HostedTool(ClientModel, extra="ignore"):
-    """A tool of any other type, such as one that OpenAI runs itself: accepted and ignored."""
+    """A tool of any other type, such as one hosted by OpenAI: accepted and ignored."""
 
     type: Annotated[Text, Field(min_length=1, json_schema_extra=lambda schema: _other(schema, ["function"]))]
 
 
 def _tool_type(tool: object) -> str | None:
-    """The tag of a tool. None: it has no type that could be one."""
+    """The tag of a tool. None: its type is invalid."""
     kind = cast("dict[str, object]", tool).get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
     if not isinstance(kind, str):
         return None
@@ -230,7 +229,7 @@ AnyTool = Annotated[
 
 
 class ReasoningOptions(ClientModel):
-    """effort: passed to the chat template; "none" turns reasoning off where the template can."""
+    """effort: passed to the chat template; "none" turns reasoning off if the template supports it."""
 
     effort: Effort | None = None
     summary: Ignored = None
@@ -239,7 +238,7 @@ class ReasoningOptions(ClientModel):
 
 
 class FlatSchemaFormat(JsonSchema):
-    """JSON under a schema."""
+    """JSON that matches a schema."""
 
     type: Literal["json_schema"]
     name: Name
@@ -247,7 +246,7 @@ class FlatSchemaFormat(JsonSchema):
 
 
 class TextOptions(ClientModel):
-    """How text is written."""
+    """Options for text output."""
 
     format: Annotated[TextFormat | JsonFormat | FlatSchemaFormat, Field(discriminator="type")] | None = None
     verbosity: Ignored = None
@@ -324,14 +323,14 @@ class OutputMessage(ResponseModel):
 
 
 class OutputReasoningText(ResponseModel):
-    """What the model thought."""
+    """The model's reasoning."""
 
     type: Literal["reasoning_text"] = "reasoning_text"
     text: str
 
 
 class OutputReasoning(ResponseModel):
-    """What the model thought, before its message."""
+    """The model's reasoning, before its message."""
 
     type: Literal["reasoning"] = "reasoning"
     id: str
@@ -355,14 +354,14 @@ Output = OutputMessage | OutputReasoning | OutputCall
 
 
 class InputDetails(ResponseModel):
-    """cached_tokens: those that another request's prefill left."""
+    """cached_tokens: those found in the prefix cache."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
 class OutputDetails(ResponseModel):
-    """reasoning_tokens: of the reasoning's text, encoded again."""
+    """reasoning_tokens: number of tokens of the reasoning text, encoded again."""
 
     reasoning_tokens: int
 
@@ -378,14 +377,14 @@ class ResponsesUsage(ResponseModel):
 
 
 class ResponseError(ResponseModel):
-    """What went wrong."""
+    """The error of a failed response."""
 
     code: Literal["server_error"] = "server_error"
     message: str
 
 
 class IncompleteDetails(ResponseModel):
-    """Why an answer is not complete."""
+    """Why an answer is incomplete."""
 
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
@@ -423,7 +422,7 @@ class ResponsesAnswer(ResponseModel):
 
 
 class DeletedResponse(ResponseModel):
-    """A response that is kept no longer."""
+    """A dropped response."""
 
     id: str
     object: Literal["response"] = "response"

@@ -1,4 +1,4 @@
-"""What OpenAI's chat and completion routes take, as far as this server serves it.
+"""Requests to OpenAI's chat and completion routes, as far as this server supports them.
 
 Source of the shapes: the OpenAI API reference and the types of the `openai` package.
 """
@@ -60,7 +60,7 @@ OnlyTrue = Annotated[Any, NotServed(default=True)]
 UnboundedTokens = Annotated[
     Tokens | None, BeforeValidator(minus_one_is_none, json_schema_input_type=Tokens | Literal[-1] | None)
 ]
-"""-1: as many as fit, as llama.cpp has it."""
+"""-1: up to the context length, as in llama.cpp."""
 NoneOrMoreTokens = Annotated[
     Tokens | Literal[0] | None,
     BeforeValidator(minus_one_is_none, json_schema_input_type=Tokens | Literal[0, -1] | None),
@@ -75,7 +75,7 @@ FilledTokens = Annotated[list[TokenId], Field(min_length=1)]
 
 
 class Metadata(ClientModel):
-    """Labels of the client's. domain: the kind of traffic."""
+    """The client's labels. domain: the kind of traffic."""
 
     extras_are_labels = True
 
@@ -86,7 +86,7 @@ Content = Text | list[Part]
 
 
 class FunctionCall(ClientModel):
-    """A call that the assistant made."""
+    """A call by the assistant."""
 
     name: Name
     arguments: PastArguments = None
@@ -102,7 +102,7 @@ class ToolCallTurn(ClientModel):
 
 
 class Turn(ClientModel):
-    """What every turn of a chat may have."""
+    """Fields common to all turns of a chat."""
 
     name: Text | None = None
     images: Annotated[Any, NotServed("images are not served")] = None
@@ -111,22 +111,22 @@ class Turn(ClientModel):
 
 
 class SystemTurn(Turn):
-    """What the system says."""
+    """A system message."""
 
     role: Literal["system", "developer"]
     content: Content
 
 
 class UserTurn(Turn):
-    """What the user says."""
+    """A user message."""
 
     role: Literal["user"]
     content: Content
 
 
 class AssistantTurn(Turn):
-    """What the assistant said before. reasoning_content (reasoning, by vLLM): what it thought, for templates that read it.
-    refusal: what it said instead of `content`."""
+    """An earlier assistant message. reasoning_content (vLLM: reasoning): its reasoning, for templates that read it.
+    refusal: replaces `content`."""
 
     role: Literal["assistant"]
     content: Content | None = None
@@ -139,7 +139,7 @@ class AssistantTurn(Turn):
 
 
 class ToolTurn(Turn):
-    """What a called function returned; without content, nothing."""
+    """The result of a function call; empty without content."""
 
     role: Literal["tool"]
     content: Content | None = None
@@ -150,7 +150,7 @@ Message = Annotated[SystemTurn | UserTurn | AssistantTurn | ToolTurn, Field(disc
 
 
 class FunctionDescription(ClientModel):
-    """What a function does and takes. parameters: a JSON schema."""
+    """The description of a function. parameters: a JSON schema."""
 
     name: Name
     description: Text | None = None
@@ -166,20 +166,20 @@ class Tool(ClientModel):
 
 
 class TextFormat(ClientModel):
-    """Text as the model writes it."""
+    """Unconstrained text."""
 
     type: Literal["text"]
 
 
 class JsonFormat(ClientModel):
-    """Any JSON object, or one that is valid under a schema (llama.cpp's shape)."""
+    """Any JSON object, or one that matches a schema (llama.cpp's shape)."""
 
     type: Literal["json_object"]
     schema_: Schema | None = Field(default=None, alias="schema")
 
 
 class JsonSchema(ClientModel, serialize_by_alias=True):
-    """A schema that the answer is valid under. strict: whatever it says, the answer is."""
+    """A schema that the answer must match. The answer always matches, whatever `strict` says."""
 
     description: Text | None = None
     strict: Flag | None = None
@@ -193,7 +193,7 @@ class OptionalSchema(JsonSchema):
 
 
 class SchemaFormat(ClientModel):
-    """JSON under a schema."""
+    """JSON that matches a schema."""
 
     type: Literal["json_schema"]
     json_schema: OptionalSchema
@@ -207,7 +207,7 @@ _STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")
 
 
 class StructuredOutputs(ClientModel):
-    """What the answer must be, by vLLM's names; one of them. json: a schema. grammar: in llguidance's dialect of Lark."""
+    """A constraint on the answer, in vLLM's names; exactly one. json: a schema. grammar: in llguidance's dialect of Lark."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -225,7 +225,7 @@ class StructuredOutputs(ClientModel):
     json_object: Literal[True] | None = None
 
     def grammars(self) -> list[Grammar]:
-        """Those that are given."""
+        """The given constraints."""
         found: list[Grammar] = []
         if self.json_ is not None:
             found.append(json_grammar(self.json_, "structured_outputs.json"))
@@ -268,29 +268,29 @@ class AllowedFunctions(ClientModel):
 
 
 class AllowedTools(ClientModel):
-    """The model knows these of the tools alone."""
+    """The model is shown only these tools."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedFunctions
 
 
 class Thinking(ClientModel):
-    """Whether the model thinks first, where its chat template can say so. Budgets are not enforced."""
+    """Whether the model reasons first, if its chat template supports the choice. Budgets are not enforced."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Ignored = None
 
 
 class Predicted(ClientModel):
-    """What the answer is expected to be, which makes it come faster where that is right."""
+    """The expected answer, which speeds up generation where it is right."""
 
     type: Literal["content"] = "content"
     content: Content
 
 
 class StreamOptions(ClientModel):
-    """include_usage: a last chunk with the tokens used. continuous_usage_stats: with include_usage, every chunk says how many
-    its answer has used so far."""
+    """include_usage: adds a last chunk with the token usage. continuous_usage_stats: with include_usage, every chunk
+    contains its answer's usage so far."""
 
     include_usage: Flag | None = None
     continuous_usage_stats: Flag | None = None
@@ -298,7 +298,7 @@ class StreamOptions(ClientModel):
 
     @property
     def continuous(self) -> bool:
-        """Whether every chunk has a usage."""
+        """Whether every chunk includes the usage."""
         return bool(self.include_usage and self.continuous_usage_stats)
 
 
@@ -315,7 +315,7 @@ Modality = Annotated[Literal["text"], BeforeValidator(_text_alone, json_schema_i
 
 
 class NeutralFields(ClientModel):
-    """Fields of vLLM's and llama.cpp's that are not served. Those that would change the answer: their neutral values alone."""
+    """Unsupported fields of vLLM and llama.cpp. Those that would change the answer only accept neutral values."""
 
     guided_json: Annotated[Any, NotServed(_STRUCTURED)] = None
     guided_regex: Annotated[Any, NotServed(_STRUCTURED)] = None
@@ -350,13 +350,13 @@ BOTH_ENDS: dict[str, Any] = {
     "required": ["add_generation_prompt", "continue_final_message"],
     "properties": {"add_generation_prompt": {"const": True}, "continue_final_message": {"const": True}},
 }
-"""In the document: two fields that exclude each other."""
+"""For the OpenAPI document: two mutually exclusive fields."""
 NO_FORMAT = {"response_format": PLAIN_FORMAT}
 NO_STRUCTURE = {"structured_outputs": {"anyOf": [NEUTRAL, {"type": "object", "additionalProperties": NEUTRAL}]}}
 
 
 class CommonRequest(NeutralFields):
-    """What the chat and the completion route have in common."""
+    """Fields common to the chat and completion routes."""
 
     model: Text | None = None
     max_tokens: UnboundedTokens | None = None
@@ -390,7 +390,7 @@ class CommonRequest(NeutralFields):
 
 class ChatRequest(CommonRequest):
     """The body of POST /v1/chat/completions. add_generation_prompt: false leaves the assistant's turn unopened.
-    continue_final_message: the answer goes on with the last message."""
+    continue_final_message: the answer continues the last message."""
 
     model_config = ConfigDict(
         json_schema_extra=one_of_them(NO_STRUCTURE, {**NO_FORMAT, "tool_choice": FREE_CALLS}) | {"not": BOTH_ENDS}
@@ -428,9 +428,9 @@ class ChatRequest(CommonRequest):
 
 
 class CompletionRequest(CommonRequest):
-    """The body of POST /v1/completions. prompt: a text or token ids, or several of them. max_tokens: 0 generates nothing.
-    echo: the prompt comes before the answer, with `logprobs` their tokens too. A request with echo or prompt_logprobs is
-    recorded only with `store`."""
+    """The body of POST /v1/completions. prompt: a text or token ids, or several of them. max_tokens: 0 generates
+    nothing. echo: the prompt precedes the answer, with `logprobs` for its tokens too. A request with echo or
+    prompt_logprobs is recorded only with `store`."""
 
     model_config = ConfigDict(json_schema_extra=one_of_them(NO_FORMAT, NO_STRUCTURE))
 

@@ -1,4 +1,4 @@
-"""The page at `/` for operators: static files, the events and history that it shows."""
+"""The operators' page at `/`: static files, and the events and history that it shows."""
 
 from service.api.page.feed import Feed
 from service.api.page.files import page_files

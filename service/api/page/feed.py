@@ -1,4 +1,4 @@
-"""Snapshots of the server, once a second, for every page that is open."""
+"""Snapshots of the server, once a second, for every open page."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from service.metrics import Metrics
 log = logging.getLogger(__name__)
 
 SECONDS = 1.0
-"""Between two snapshots."""
+"""Interval between snapshots."""
 SILENCE = 15.0
-"""Longest time without a byte, so that proxies do not end the connection."""
+"""Maximum time without a byte, so that proxies do not close the connection."""
 LISTENERS = 32
-"""Pages that may listen at once."""
+"""Maximum number of simultaneous listeners."""
 RETRY_SECONDS = 5
 
 
 class Feed:
-    """What GET /events sends. One snapshot is made for all listeners, and only while there are any. Each gets the newest when
-    it is ready for one: a listener that reads slowly misses snapshots, and nothing waits for it or gathers.
+    """The stream of GET /events. One snapshot is made for all listeners, and only while there are any. Each listener
+    gets the newest one when it is ready: a slow reader misses snapshots, and nothing waits or accumulates for it.
 
-    status, practice: of the engine, and of practice; must return at once. newest_run: the newest training run; may block.
+    status, practice: states of engine and practice; must return at once. newest_run: the newest training run; may block.
     """
 
     def __init__(
@@ -60,18 +60,18 @@ class Feed:
 
     @property
     def listeners(self) -> int:
-        """How many there are."""
+        """Number of listeners."""
         return self._listeners
 
     def end(self) -> None:
-        """End every stream within SECONDS, and begin none. From any thread."""
+        """Ends every stream within SECONDS and starts no new one. From any thread."""
         self._ended = True
 
     def listen(self, allowed: Callable[[], bool]) -> EventFeed:
-        """The response to one more listener, which ends when it is not `allowed` any more. Raises Overloaded when there are
-        LISTENERS already."""
+        """The response to one more listener. It ends when the listener is no longer `allowed`. Raises Overloaded with
+        LISTENERS listeners."""
         if self._ended or self._listeners >= LISTENERS:
-            raise Overloaded(f"{LISTENERS} pages listen already", retry_after=RETRY_SECONDS)
+            raise Overloaded(f"{LISTENERS} pages are listening already", retry_after=RETRY_SECONDS)
         self._listeners += 1
         return EventFeed(self._frames(allowed), self._left)
 
@@ -100,7 +100,7 @@ class Feed:
             return self._snapshot
 
     def _make(self) -> bytes:
-        # The database may be away for a while: what the engine does is shown all the same.
+        # The engine's state is shown even while the database is unavailable.
         with suppress(StoreError):
             self._run = self._newest_run()
         status, run = self._status(), self._run
@@ -115,7 +115,7 @@ class Feed:
 
 
 class EventFeed(StreamingResponse):
-    """One listener's stream. left: called when it is over, however it ends."""
+    """One listener's stream. left: called when it ends for any reason."""
 
     media_type = "text/event-stream"
 

@@ -1,5 +1,5 @@
-"""GET / and /page/{name}: the page's files. They hold nothing of this server, so they need no key and are served while models
-load, too."""
+"""GET / and /page/{name}: the page's files. They contain no data of this server, so they need no key and are also
+served while models load."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ SECURITY = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
 }
-"""Nothing but this server's own files is loaded or run, and no script or style inside the page: a text that were taken for
-HTML could do nothing."""
+"""Only this server's own files are loaded or run, and no inline script or style: text mistaken for HTML can do nothing."""
 
 
 def page_files() -> APIRouter:
@@ -47,5 +46,5 @@ def page_files() -> APIRouter:
 
 
 def _answer(content: bytes, media: str) -> Response:
-    # After an upgrade the page is the new one.
+    # After an upgrade, the new page must be loaded.
     return Response(content, media_type=media, headers={**SECURITY, "cache-control": "no-cache"})

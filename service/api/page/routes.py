@@ -1,4 +1,4 @@
-"""GET /events, /history and /cases: what the page shows. /cases has texts of clients in it."""
+"""GET /events, /history and /cases: data for the page. /cases contains clients' text."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from service.api.strict import NUMERAL, StrictRoute
 from service.core import Disagreement, Encoder, Overview
 
 THREADS = 2
-"""Reads of the database at once: many open pages take little from requests."""
+"""Concurrent database reads: many open pages must not slow down requests."""
 FRESH_SECONDS = 2.0
-"""A history is this old at most: it is read once in that time, however many pages are open."""
+"""Maximum age of a history: it is read once in that time, however many pages are open."""
 Hours = Annotated[int, Query(ge=1, le=24 * 366), NUMERAL]
 MAX_CASES = 100
 Limit = Annotated[int, Query(ge=1, le=MAX_CASES), NUMERAL]
@@ -26,7 +26,7 @@ Before = Annotated[int | None, Query(ge=1, lt=2**63), NUMERAL]
 
 
 def page_routes(overview: Overview, encoder: Encoder, feed: Feed) -> APIRouter:
-    """What the page reads. encoder: makes text of tokens."""
+    """The routes that the page reads. encoder: decodes tokens."""
     router = APIRouter(route_class=StrictRoute)
     threads = CapacityLimiter(THREADS)
     recent = _RecentHistory(overview, threads)
@@ -42,12 +42,12 @@ def page_routes(overview: Overview, encoder: Encoder, feed: Feed) -> APIRouter:
         },
     )
     async def events(request: Request) -> Response:
-        """Server-sent events: a snapshot when something has changed, once a second at most."""
+        """Server-sent events: a snapshot after a change, at most once a second."""
         return feed.listen(still_allowed(request))
 
     @router.get("/history")
     async def history(response: Response, hours: Hours = 24) -> HistoryAnswer:
-        """Acceptance over the last so many hours, by adapter and by depth, and the adapters with their verdicts."""
+        """Acceptance over the last hours, by adapter and by position, and the adapters with their verdicts."""
         response.headers.update(SECURITY)
         return await recent.of(hours)
 
@@ -55,8 +55,9 @@ def page_routes(overview: Overview, encoder: Encoder, feed: Feed) -> APIRouter:
     async def cases(
         response: Response, limit: Limit = 20, order: Literal["worst", "newest"] = "worst", before: Before = None
     ) -> CasesAnswer:
-        """Of the newest failure cases those of which the draft was surest and the target least, with the text before
-        them; or, by `order=newest`, the newest, near-ties too; the next page are those `before` the last `case` of this one."""
+        """Among the newest failure cases, those in which the draft was most and the target least confident, with the
+        text before them; or, with `order=newest`, the newest, including near-ties. For the next page, pass the last
+        `case` of this one as `before`."""
         response.headers.update({**SECURITY, "cache-control": "no-store"})
 
         def read() -> list[CaseAnswer]:
@@ -70,7 +71,7 @@ def page_routes(overview: Overview, encoder: Encoder, feed: Feed) -> APIRouter:
 
 
 class _RecentHistory:
-    """The history that was read last."""
+    """The last history that was read."""
 
     def __init__(self, overview: Overview, threads: CapacityLimiter) -> None:
         self._overview = overview
@@ -79,7 +80,7 @@ class _RecentHistory:
         self._read: tuple[int, float, HistoryAnswer] | None = None
 
     async def of(self, hours: int) -> HistoryAnswer:
-        """Of the last so many hours. One is read at a time."""
+        """The history of the last `hours`. Only one is read at a time."""
         loop = asyncio.get_running_loop()
         async with self._lock:
             if self._read is None or self._read[0] != hours or loop.time() - self._read[1] > FRESH_SECONDS:
@@ -98,7 +99,7 @@ def _case(found: Disagreement, encoder: Encoder) -> CaseAnswer:
         domain=found.domain,
         client=found.client,
         adapter=found.adapter,
-        # The context may begin inside a character.
+        # The context may start inside a character.
         context=text(*found.context).lstrip("\ufffd"),
         drafted=text(found.drafted),
         target=text(found.target),

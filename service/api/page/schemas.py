@@ -9,7 +9,7 @@ from service.core import AdapterState
 
 
 class TrafficPointAnswer(ResponseModel):
-    """One adapter in one stretch of time, from a sample of its generations. at: their mean time."""
+    """One adapter in one period, from a sample of its generations. at: their mean time."""
 
     at: datetime
     adapter: int
@@ -21,7 +21,7 @@ class TrafficPointAnswer(ResponseModel):
 
 
 class DepthAnswer(ResponseModel):
-    """One adapter's drafted tokens by their place in the draft, and how many of them were accepted."""
+    """One adapter's drafted tokens by position in the proposal, and how many of them were accepted."""
 
     adapter: int
     drafted: list[int]
@@ -29,14 +29,14 @@ class DepthAnswer(ResponseModel):
 
 
 class JudgementAnswer(ResponseModel):
-    """A verdict and when it was recorded."""
+    """A verdict and the time it was recorded."""
 
     at: datetime
     verdict: VerdictAnswer
 
 
 class AdapterRecordAnswer(ResponseModel):
-    """An adapter version. gate: the verdict that promoted or rejected it. watch: that confirmed it, or rolled it back."""
+    """An adapter version. gate: the verdict that promoted or rejected it. watch: the one that confirmed or rolled it back."""
 
     id: int
     parent: int
@@ -48,8 +48,8 @@ class AdapterRecordAnswer(ResponseModel):
 
 
 class HistoryAnswer(ResponseModel):
-    """start, end: the time that was asked for. points: in order of time. depths: of the newest adapters that drafted meanwhile.
-    adapters: the newest, newest first, whenever they were made."""
+    """start, end: the requested period. points: in order of time. depths: of the newest adapters that drafted in the
+    period. adapters: the newest ones, newest first, regardless of the period."""
 
     start: datetime
     end: datetime
@@ -60,7 +60,7 @@ class HistoryAnswer(ResponseModel):
 
 class CaseAnswer(ResponseModel):
     """A failure case as text. id: of the answer; position: the token's index in it. context: the text before it. p, q:
-    probability of the drafted token under target and draft. adapter: null where that is not known."""
+    probability of the drafted token under target and draft. adapter: null if unknown."""
 
     id: str
     position: int
@@ -74,9 +74,9 @@ class CaseAnswer(ResponseModel):
     q: Finite
     created_at: datetime
     case: int
-    """Its own id, for `before`."""
+    """The case's id, for `before`."""
     tie: bool
-    """The two differ by numerical noise alone; only among the newest."""
+    """The two differ only by numerical noise; only among the newest."""
 
 
 class CasesAnswer(ResponseModel):

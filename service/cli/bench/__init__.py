@@ -1,6 +1,6 @@
-"""`bench`: figures that anybody can measure again, one module a command.
+"""`bench`: reproducible measurements, one module per command.
 
-REDRAFT_BLAS=shipped before a command measures on the BLAS that MLX ships.
+REDRAFT_BLAS=shipped measures with the BLAS that MLX ships.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from service.cli.bench import decode, round, serve, store, swap, train
 
 group = typer.Typer(
     name="bench",
-    help="Measure speed, contenders taking turns. With REDRAFT_BLAS=shipped in the environment: on the BLAS that MLX ships.",
+    help="Measure speed; the compared programs take turns. REDRAFT_BLAS=shipped: use the BLAS that MLX ships.",
     no_args_is_help=True,
 )
 group.command()(decode.decode)

@@ -1,4 +1,4 @@
-"""Options and steps that the benchmarks share."""
+"""Options and steps shared by the benchmarks."""
 
 from __future__ import annotations
 
@@ -21,31 +21,29 @@ if TYPE_CHECKING:
     from service.evaluation.progress import OnProgress
 
 Domain = Annotated[str | None, typer.Option(help="Only prompts of this domain.")]
-Limit = Annotated[int | None, typer.Option(min=1, help="Only the first so many.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Use only the first N prompts.")]
 Version = Annotated[int | None, typer.Option("--adapter", min=1, help="Adapter version for the arms that need one.")]
 AdaptOn = Annotated[
     Path | None, typer.Option(help="Train the adapter first: serve these prompts through the real loop.")
 ]
-AdaptLimit = Annotated[int | None, typer.Option(min=1, help="Serve only the first so many of them.")]
+AdaptLimit = Annotated[int | None, typer.Option(min=1, help="Serve only the first N of them.")]
 MlxLmDraftOption = Annotated[
     str | None,
-    typer.Option(
-        "--mlx-lm-draft", help="What mlx-lm drafts with, where it cannot run our draft or is to have another."
-    ),
+    typer.Option("--mlx-lm-draft", help="Draft for mlx-lm, if it cannot run ours or should use another."),
 ]
-Arms = Annotated[str | None, typer.Option(help="Only these, separated by commas; plain always takes part.")]
+Arms = Annotated[str | None, typer.Option(help="Only these arms, separated by commas; plain is always included.")]
 Shape = Annotated[
     str | None,
     typer.Option(
         help="135m, 1b, 3b, 8b or 70b: the pair padded to that size, in bfloat16. Llamas with three heads a KV head."
     ),
 ]
-Bits = Annotated[int | None, typer.Option(min=2, max=8, help="With --shape: quantised to so many bits a weight.")]
+Bits = Annotated[int | None, typer.Option(min=2, max=8, help="With --shape: bits per quantised weight.")]
 Png = Annotated[Path | None, typer.Option("--png", help="Also draw the result.")]
 
 
 def show(report: Report, json: Path | None, png: Path | None, markdown: Path | None) -> None:
-    """Print the table and write the files whose path is given. Raises OSError."""
+    """Prints the table and writes the files with a given path. Raises OSError."""
     from service.evaluation.bench.report import publish
 
     table(report.title, report.columns, report.rows)
@@ -57,15 +55,16 @@ def show(report: Report, json: Path | None, png: Path | None, markdown: Path | N
 def adapter_of(
     settings: Settings, version: int | None, source: Path | None, limit: int | None, on_progress: OnProgress
 ) -> Generator[BenchAdapter | None]:
-    """The adapter that --adapter (`version`) or --adapt-on (`source`) and --adapt-limit ask for, while the block runs; None
-    where none is. Raises BadRequest for options that exclude each other, RedraftError when it cannot be had."""
+    """The adapter requested by --adapter (`version`) or --adapt-on (`source`) and --adapt-limit, while the block runs;
+    None if none was
+    requested. Raises BadRequest for conflicting options, RedraftError if it is unavailable."""
     from service.evaluation.bench.adapter import registered_adapter, trained_adapter
     from service.evaluation.prompts import read_prompts
 
     if version is not None and source is not None:
-        raise BadRequest("say one of --adapter and --adapt-on", field="adapter")
+        raise BadRequest("give either --adapter or --adapt-on", field="adapter")
     if limit is not None and source is None:
-        raise BadRequest("--adapt-limit goes with --adapt-on", field="adapt_limit")
+        raise BadRequest("--adapt-limit requires --adapt-on", field="adapt_limit")
     if source is not None:
         with trained_adapter(settings, source.name, read_prompts(source, limit=limit), on_progress) as made:
             yield made
@@ -76,14 +75,14 @@ def adapter_of(
 def models_of(
     config: Path | None, target: str | None, draft: str | None, shape: str | None, bits: int | None
 ) -> Settings:
-    """The settings with the models that were asked for; a padded pair is made first. Raises BadRequest for options that do
-    not go together, ModelError."""
+    """The settings with the requested models; a padded pair is made first. Raises BadRequest for conflicting options,
+    ModelError."""
     from service.evaluation.bench.padded_models import padded_pair
 
     settings = settings_from(config, models__target=target, models__draft=draft)
     if shape is None:
         if bits is not None:
-            raise BadRequest("--bits goes with --shape", field="bits")
+            raise BadRequest("--bits requires --shape", field="bits")
         return settings
     with stages("bench") as on_progress:
         made = padded_pair(pair_folders(settings), settings.home, shape, bits, on_progress)
@@ -122,11 +121,11 @@ def names(text: str | None) -> list[str] | None:
 
 
 def counts(text: str, field: str) -> list[int]:
-    """Different numbers from 1 on, ascending. Raises BadRequest naming the option `field`."""
+    """Distinct positive numbers, ascending. Raises BadRequest naming the option `field`."""
     try:
         found = sorted({int(number) for number in text.split(",")})
     except ValueError:
         found = [0]
     if found[0] < 1:
-        raise BadRequest(f"--{field} takes numbers from 1 on, separated by commas, not {text!r}", field=field)
+        raise BadRequest(f"--{field} takes positive numbers separated by commas, not {text!r}", field=field)
     return found

@@ -34,7 +34,7 @@ def round_(
     constrained: Annotated[
         bool, typer.Option("--constrained", help="Each of them also with one row that follows a grammar.")
     ] = False,
-    k: Annotated[int, typer.Option(min=1, max=16, help="Tokens drafted or looked up in each round.")] = 4,
+    k: Annotated[int, typer.Option(min=1, max=16, help="Tokens drafted or looked up per round.")] = 4,
     strategy: Annotated[
         str,
         typer.Option(
@@ -54,7 +54,7 @@ def round_(
     ] = None,
     domain: Domain = None,
     limit: Limit = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="With --bare: output tokens of one prompt, at most.")] = 64,
+    max_tokens: Annotated[int, typer.Option(min=1, help="With --bare: maximum output tokens per prompt.")] = 64,
     config: Config = None,
     target: Target = None,
     draft: Draft = None,
@@ -64,11 +64,13 @@ def round_(
     png: Png = None,
     markdown: Markdown = None,
 ) -> None:
-    """Where a steady round's time goes: its wall time, that of its target call and draft steps alone, and how often Python
-    waits for the device or hands work over.
+    """Where the time of a steady round goes: its wall time, that of its target call and draft steps alone, and how
+    often Python waits for the
+    device or launches work.
 
-    Without options six kinds of rounds; with --rows each of them over so many rows; with --modes, --sampling, --no-recording
-    or --equal exactly those (else greedy, recording, ragged).
+    Without options, six kinds of rounds; with --rows, each of them with these row counts; with --modes, --sampling,
+    --no-recording or --equal,
+    exactly those (otherwise greedy, recording, ragged).
     """
     from service.evaluation.bench.bare_loop import run_bare
     from service.evaluation.bench.round import run_round, strategy_named
@@ -126,5 +128,5 @@ def _lines(prompts: Path | None, domain: str | None, limit: int | None) -> list[
     if prompts is not None:
         return read_prompts(prompts, domain=domain, limit=limit)
     if domain is not None or limit is not None:
-        raise BadRequest("--domain and --limit go with --prompts", field="prompts")
+        raise BadRequest("--domain and --limit require --prompts", field="prompts")
     return traffic_prompts(DEFAULT_PROMPTS)

@@ -35,8 +35,8 @@ from service.cli.options import Config, Draft, Json, Markdown, MaxTokens, Prompt
 def serve(
     context: typer.Context,
     prompts: Prompts,
-    clients: Annotated[str, typer.Option(help="Numbers of clients at a time, separated by commas.")] = "1,4,16",
-    turns: Annotated[int, typer.Option(min=1, help="How often every server is measured at every number.")] = 3,
+    clients: Annotated[str, typer.Option(help="Numbers of concurrent clients, separated by commas.")] = "1,4,16",
+    turns: Annotated[int, typer.Option(min=1, help="Measurements of every server at every number of clients.")] = 3,
     domain: Domain = None,
     limit: Limit = None,
     max_tokens: MaxTokens = 128,
@@ -54,8 +54,9 @@ def serve(
     png: Png = None,
     markdown: Markdown = None,
 ) -> None:
-    """Clients over HTTP, greedy: this server plain, with its draft, with the adapted draft, and mlx_lm.server with and without
-    the draft. All servers are up at the same time."""
+    """Clients over HTTP, greedy: this server without draft, with its draft, with the adapted draft, and mlx_lm.server
+    with and without the
+    draft. All servers run at the same time."""
     from service.evaluation.bench.arms import choose
     from service.evaluation.bench.serve import Load, run_serve
     from service.evaluation.bench.servers import SERVERS

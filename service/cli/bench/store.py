@@ -17,7 +17,7 @@ def store(
     cases: Annotated[int, typer.Option(min=1, help="Failure cases in the log.")] = 1_000_000,
     turns: Annotated[int, typer.Option(min=1, help="Training batches chosen.")] = 7,
     scrapes: Annotated[int, typer.Option(min=2, help="Reads of /metrics, idle and as many busy.")] = 300,
-    keep: Annotated[Path | None, typer.Option(help="Leave the database here (0.8 GB for a million cases).")] = None,
+    keep: Annotated[Path | None, typer.Option(help="Keep the database here (0.8 GB for a million cases).")] = None,
     url: Annotated[str | None, typer.Option(help="Fill this empty database (postgresql://...) instead.")] = None,
     config: Config = None,
     target: Target = None,
@@ -26,7 +26,7 @@ def store(
     png: Png = None,
     markdown: Markdown = None,
 ) -> None:
-    """How long choosing a training batch, recording and reading /metrics take with a full log."""
+    """The time to select a training batch, to record, and to read /metrics with a full log."""
     from service.evaluation.bench.store import run_store
 
     settings = settings_from(config, models__target=target, models__draft=draft)

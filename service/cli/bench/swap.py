@@ -14,7 +14,7 @@ from service.cli.options import Config, Draft, Json, Markdown, Target, again
 
 def swap(
     context: typer.Context,
-    clients: Annotated[int, typer.Option(min=1, help="Streams at a time.")] = 8,
+    clients: Annotated[int, typer.Option(min=1, help="Concurrent streams.")] = 8,
     swaps: Annotated[int, typer.Option(min=1)] = 10,
     turns: Annotated[int, typer.Option(min=1, help="Turns with and without recording.")] = 5,
     config: Config = None,

@@ -1,7 +1,7 @@
-"""The distillation loss of a draft on text that its target wrote, towards the target's distribution at every written position.
+"""The distillation loss of a draft on text written by its target, towards the target's distribution at every written position.
 
-Losses: forward KL, or a blend of it with the total variation distance, which is the share of proposed tokens that a target
-rejects at T = 1 (LK losses, arXiv 2602.23881): the blend moves from the first to the second as the draft gets better.
+Losses: forward KL, or a blend with the total variation distance, which is the fraction of proposed tokens that a target
+rejects at T = 1 (LK losses, arXiv 2602.23881). The blend moves from the first to the second as the draft improves.
 
 An EAGLE head learns several draft steps of a round at once, the later ones from its own hidden states (EAGLE-3, arXiv
 2503.01840).
@@ -25,14 +25,14 @@ from service.models import eagle
 from service.models.heads import narrow_heads, token_limit
 
 _SHARED = ("embed_tokens", "wte", "lm_head")
-"""Modules that are the target's and are not trained: the draft ships without them."""
+"""Modules shared with the target. They are not trained, and the draft ships without them."""
 LOGITS_COPIES = 16
-"""Float32 arrays as wide as a batch's logits that its gradient holds at once. Measured: 5 without and 9 with the blend, of an
-unrolled head 8 and 12; some are to spare."""
+"""Float32 arrays of the logits' size that the gradient holds at once. Measured: 5 without the blend and 9 with it, for
+an unrolled head 8 and 12; the rest is reserve."""
 _BLEND_RATE = 3.0
-"""How fast the blend moves from KL to total variation as the overlap grows: the paper's."""
+"""How fast the blend moves from KL to total variation as the overlap grows, as in the paper."""
 _STEP_DECAY = 0.8
-"""The weight of a draft step relative to the one before: it matters only where that one was right."""
+"""Weight of a draft step relative to the previous one: it only matters if that one was right."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -40,7 +40,7 @@ _R = TypeVar("_R")
 
 @dataclass(frozen=True, slots=True)
 class TextBatch:
-    """tokens: (B, L). written: (B, L - 1) float32, 1 where the *next* token was written and not forced."""
+    """tokens: (B, L). written: (B, L - 1) float32, 1 if the target wrote the *next* token, 0 if it was forced."""
 
     tokens: NDArray[np.int32]
     written: mx.array
@@ -67,7 +67,7 @@ class TextBatch:
 
 
 def batches(text: TargetText, rows: int, epochs: int, seed: int) -> Iterator[TextBatch]:
-    """Shuffled batches of `rows` texts; texts left over at the end of an epoch go into the next one's first batch."""
+    """Shuffled batches of `rows` texts; the remainder of an epoch goes into the first batch of the next one."""
     rng = np.random.default_rng(seed)
     order = np.concatenate([rng.permutation(len(text.tokens)) for _ in range(epochs)])
     for start in range(0, len(order) - rows + 1, rows):
@@ -77,12 +77,12 @@ def batches(text: TargetText, rows: int, epochs: int, seed: int) -> Iterator[Tex
 
 
 def batch_count(text: TargetText, rows: int, epochs: int) -> int:
-    """How many batches `batches` yields with the same arguments."""
+    """Number of batches that `batches` yields with the same arguments."""
     return len(text.tokens) * epochs // rows
 
 
 def freeze_shared(draft: nn.Module) -> None:
-    """Make everything trainable but embeddings and output head."""
+    """Makes everything trainable except embeddings and output head."""
     draft.unfreeze()
     for name, module in draft.named_modules():
         if name.rsplit(".", 1)[-1] in _SHARED:
@@ -98,7 +98,7 @@ class TargetDistribution:
 
     @classmethod
     def of(cls, logits: mx.array) -> TargetDistribution:
-        """Of logits (B, L, V), through which no gradient flows."""
+        """Computes it from logits (B, L, V), without gradient."""
         logits = mx.stop_gradient(logits.astype(mx.float32))
         normaliser = mx.logsumexp(logits, axis=-1)
         p = mx.exp(logits - normaliser[..., None])
@@ -106,10 +106,12 @@ class TargetDistribution:
 
 
 class Distillation:
-    """The loss for `train`. The draft's weights are float32 and both models run in `dtype`. blend: of KL and total variation;
-    otherwise KL alone. Where the logits of one model are wider, the ids count that both have. Where both models' heads are cut
-    to the same ids, both distributions are over these and the ids of the batch: about what the draft may propose, for a row's
-    own ids are served too."""
+    """The loss for `train`. The draft's weights are float32, and both models run in `dtype`.
+
+    blend: of KL and total variation; otherwise KL only. If one model has wider logits, only the common ids count. If
+    both heads are cut to the same ids, both distributions cover these and the ids of the batch, which is about what the
+    draft may propose: a row's own ids can be proposed too.
+    """
 
     def __init__(self, target: nn.Module, dtype: mx.Dtype, *, blend: bool = False) -> None:
         self.target = target
@@ -117,10 +119,10 @@ class Distillation:
         self.blend = blend
 
     def __call__(self, draft: nn.Module, batch: TextBatch) -> mx.array:
-        """The mean over written positions, a scalar, KL in nats; 0 for a batch without any. Of an EAGLE head the weighted mean
-        of its draft steps.
+        """The mean over written positions, a scalar, KL in nats; 0 for a batch without any. For an EAGLE head, the
+        weighted mean over its draft steps.
 
-        Memory: several float32 arrays as wide as the target's logits; with four draft steps about a dozen.
+        Memory: several float32 arrays of the size of the target's logits; with four draft steps about a dozen.
         """
         with narrow_heads((self.target, draft), batch.tokens):
             return self._loss(draft, batch)
@@ -133,7 +135,7 @@ class Distillation:
             width = min(wanted.shape[-1], logits.shape[-1])
             return self._divergence(logits[..., :width], TargetDistribution.of(wanted[..., :width]), batch.written)
         distribution = TargetDistribution.of(wanted)
-        # The call above has captured the target's features already.
+        # The target's call has already captured its features.
         loss, weight, weights = mx.array(0.0), 1.0, 0.0
         for step, logits in enumerate(self._in_dtype(draft, _step_logits, draft, inputs)):
             written = batch.written * reached(step, inputs)
@@ -143,8 +145,8 @@ class Distillation:
         return loss / weights
 
     def agreement(self, draft: nn.Module, text: TargetText, rows: int = 16) -> tuple[list[float], int]:
-        """Share of the answers' tokens that are the draft's argmax, by draft step, had the steps before been right; and how
-        many tokens were compared in the first step. rows: texts of one call."""
+        """Fraction of answer tokens that are the draft's argmax, by draft step, given that the earlier steps were
+        right; and the number of tokens compared in the first step. rows: texts per call."""
         agreed, compared = list[int](), list[int]()
         for start in range(0, len(text.tokens), rows):
             tokens, role = text.tokens[start : start + rows], text.role[start : start + rows]
@@ -168,10 +170,10 @@ class Distillation:
             yield mx.argmax(logits, axis=-1)
 
     def _divergence(self, logits: mx.array, target: TargetDistribution, written: mx.array) -> mx.array:
-        """The loss of the draft's logits (B, L, V), mean over the positions of written (B, L)."""
+        """The loss of the draft's logits (B, L, V), averaged over the positions marked in written (B, L)."""
         logits = logits.astype(mx.float32)
         count = mx.maximum(written.sum(), 1.0)
-        # log q, as wide as the logits, is never stored: passes over memory are most of a step.
+        # log q, as wide as the logits, is never stored: passes over memory dominate a step.
         normaliser = mx.logsumexp(logits, axis=-1)
         kl = ((normaliser - (target.p * logits).sum(axis=-1) - target.entropy) * written).sum() / count
         if not self.blend:
@@ -181,7 +183,7 @@ class Distillation:
         return weight * kl + (1.0 - weight) * (written.sum() / count - overlap)
 
     def _in_dtype(self, draft: nn.Module, call: Callable[_P, _R], *positional: _P.args, **named: _P.kwargs) -> _R:
-        """What a call of the draft returns with its weights cast to `dtype` for the call."""
+        """Calls the draft with its weights cast to `dtype` for the call, and returns the result."""
         weights = draft.parameters()
         draft.update(tree_map(self._cast, weights))
         out = call(*positional, **named)
@@ -193,17 +195,17 @@ class Distillation:
 
 
 def _embeddable(draft: nn.Module, tokens: mx.array) -> mx.array:
-    """Token ids with those that the draft has no embedding for as the last one that has: a wider target's."""
+    """Token ids, with those of a wider target that have no embedding in the draft replaced by its last id."""
     limit = token_limit(draft)
     return tokens if limit is None else mx.minimum(tokens, limit - 1)
 
 
 def reached(step: int, tokens: mx.array) -> mx.array:
-    """(L,) bool: the positions of texts (B, L) that a round can reach in this draft step, having started inside the text."""
+    """(L,) bool: the positions of texts (B, L) that a round starting inside the text can reach in this draft step."""
     return mx.arange(tokens.shape[1]) >= step
 
 
 def _step_logits(draft: eagle.Model, tokens: mx.array) -> list[mx.array]:
-    """The draft's logits (B, L, V) by draft step, from the features that the target's last call captured."""
+    """The draft's logits (B, L, V) by draft step, from the features captured in the target's last call."""
     features = eagle.shift_right(draft.target_features())
     return [draft.logits(state) for state in draft.model.unrolled(tokens, features, UNROLLED)]

@@ -1,4 +1,5 @@
-"""`redraft make-draft`: initialise a draft from its target, let the target write text, distil the draft on it, measure it."""
+"""`redraft make-draft`: initialises a draft from its target, lets the target write text, distils the draft on it,
+measures it."""
 
 from __future__ import annotations
 
@@ -45,12 +46,13 @@ KINDS = ("layers", "eagle")
 class Recipe:
     """How a draft is made.
 
-    kind: "layers", some of the target's, or "eagle", one layer that reads the target's hidden states. layers: the target's
-    layers that the draft consists of, or reads; negative ones from the end; None: `prune.DEFAULT_LAYERS`, or
-    `eagle_head.default_feature_layers`. tokens: how many the target writes, in rows of `length`, `rows` at a time; several
-    processes share them. greedy, openings, turn: see `write_text`. blend: see `Distillation`. held_out: greedy rows to measure
-    on. general: greedy rows whose first exchanges make the general set. vocabulary: size of the reduced vocabulary, the most
-    frequent tokens of the answers that the first process wrote (0: all).
+    kind: "layers" (some of the target's) or "eagle" (one layer that reads the target's hidden states). layers: the
+    target's layers that the draft consists of, or reads; negative ones count from the end; None:
+    `prune.DEFAULT_LAYERS`, or `eagle_head.default_feature_layers`. tokens: number of tokens the target writes, in rows
+    of `length`, `rows` at a time; several processes share them. greedy, openings, turn: see `write_text`. blend: see
+    `Distillation`. held_out: greedy rows to measure on. general: greedy rows whose first exchanges form the general
+    set. vocabulary: size of the reduced vocabulary, the most frequent tokens of the answers written by the first
+    process (0: all).
     """
 
     layers: tuple[int, ...] | None
@@ -74,9 +76,9 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class DraftReport:
-    """layers: counted from the first. tokens: of training text. agreement: share of held-out greedy answer tokens that are the
-    draft's argmax, before and after distilling; by_step: after, in each draft step, had the steps before been right. loss: the
-    mean of the last ones."""
+    """layers: counted from the first. tokens: of training text. agreement: fraction of held-out greedy answer tokens
+    that are the draft's argmax, before and after distilling. by_step: after distilling, in each draft step, given that
+    the earlier steps were right. loss: mean of the last losses."""
 
     layers: tuple[int, ...]
     tokens: int
@@ -100,18 +102,18 @@ def make_draft(
     ranks: Ranks | None = None,
     report: Report = lambda stage, done, of, note: None,
 ) -> DraftReport | None:
-    """Write a draft as a standard model folder `out`, with a note of the target that it was made from (`draft_choice`).
+    """Writes a draft as a standard model folder `out`, with a note of the target it was made from (`draft_choice`).
 
-    start: train this draft, of the same kind and layers, further. text_file: read the training text from this file, or write it
-    there when the file does not exist. package: also write what ships with the package (the draft's own weights in bfloat16,
-    and the general set). ranks: the processes that make the draft together, each with a recipe like the first one's but for
-    length, rows and batch; only the first measures and writes the draft, the others return None.
+    start: continue training this draft, of the same kind and layers. text_file: read the training text from this file,
+    or write it there if the file does not exist. package: also write what ships with the package (the draft's own
+    weights in bfloat16, and the general set). ranks: the processes that make the draft together; their recipes may
+    differ only in length, rows and batch. Only the first measures and writes the draft, the others return None.
 
-    Raises ModelError, TrainingFailed; `out` exists only when everything went well.
+    Raises ModelError, TrainingFailed; `out` exists only after success.
     """
     ranks = ranks or Ranks()
     if out.exists():
-        raise ModelError(f"{out} exists already")
+        raise ModelError(f"{out} already exists")
     dtype = {"float32": mx.float32, "bfloat16": mx.bfloat16}[recipe.dtype]
     target = load_model(target_folder)
     scratch = out.with_name(f".{out.name}.partial{ranks.index or ''}")
@@ -120,7 +122,7 @@ def make_draft(
     draft = _load_initial(scratch, start)
     stored_dtypes = _prepare_training(draft)
     target.model.set_dtype(dtype)
-    # Both casts are done: what is free then is free for training.
+    # Both casts are done: memory free at this point is available for training.
     mx.eval(target.model.parameters(), draft.parameters())
     _plan(draft, scratch, recipe, recipe.length)
     eagle.bind(draft, target.model)
@@ -167,13 +169,13 @@ def make_draft(
 
 
 def training_text(target: Loaded, recipe: Recipe, file: Path | None, ranks: Ranks, report: Report) -> TargetText:
-    """This process's training text: read from `file`, else written by the target and saved there. Where several processes share
-    the work, each has a file of its own, "NAME-RANK". A folder is practice text, all of it. Raises ModelError where that holds
-    none."""
+    """This process's training text: read from `file`, or written by the target and saved there. When several processes
+    share the work, each has its own file, "NAME-RANK". A folder means all practice text in it. Raises ModelError if it
+    holds none."""
     if file is not None and file.is_dir():
         return _practice_text(file)
     if file is not None:
-        # What NumPy would make of the name. Made now: writing takes hours.
+        # NumPy would add the suffix. The folder is created now, because writing takes hours.
         file = file if file.suffix == ".npz" else file.with_name(f"{file.name}.npz")
         file.parent.mkdir(parents=True, exist_ok=True)
     if file is not None and ranks.count > 1:
@@ -196,10 +198,10 @@ def training_text(target: Loaded, recipe: Recipe, file: Path | None, ranks: Rank
 
 
 def _practice_text(folder: Path) -> TargetText:
-    """The practice text of one target, of both kinds in equal parts. Raises ModelError where there is none."""
+    """The practice text of one target, both kinds in equal parts. Raises ModelError if there is none."""
     pieces = list(PracticeText(folder.parent, folder.name).pieces())
     if not pieces:
-        raise ModelError(f"{folder} holds no practice text")
+        raise ModelError(f"{folder} contains no practice text")
     return mixed(pieces)
 
 
@@ -208,15 +210,15 @@ def _check_same_shape(draft: nn.Module, fresh: nn.Module, start: Path) -> None:
     shapes = [{name: array.shape for name, array in named_arrays(model.parameters())} for model in (draft, fresh)]
     if shapes[0] != shapes[1]:
         raise ModelError(
-            f"{start.name} is no draft of this target of this kind with so many layers: its weights have other shapes"
+            f"{start.name} is not a draft for this target of this kind and number of layers: its weights have other shapes"
         )
     read, wanted = ([*model.args.taps] if isinstance(model, eagle.Model) else [] for model in (draft, fresh))
     if read != wanted:
-        raise ModelError(f"{start.name} reads layers {read} of its target, not {wanted}: name these with --layers")
+        raise ModelError(f"{start.name} reads layers {read} of its target, not {wanted}: pass these with --layers")
 
 
 def _initialise(target: Loaded, recipe: Recipe, folder: Path) -> list[int]:
-    """Write the untrained draft. Returns its layers counted from the first."""
+    """Writes the untrained draft. Returns its layers counted from the first."""
     if recipe.kind == "eagle":
         return init_eagle_head(target, recipe.layers, folder)
     return prune(target, DEFAULT_LAYERS if recipe.layers is None else recipe.layers, folder)
@@ -232,13 +234,13 @@ def _load_initial(scratch: Path, start: Path | None) -> nn.Module:
 
 
 def _prepare_training(draft: nn.Module) -> dict[str, mx.Dtype]:
-    """Make what is the draft's own trainable, in float32: small updates would vanish in bfloat16. Returns the dtypes that the
-    weights had, in which they are saved. Raises ModelError where some are quantised."""
+    """Makes the draft's own weights trainable, in float32, because small updates would vanish in bfloat16. Returns
+    their original dtypes, in which they are saved. Raises ModelError if some are quantised."""
     freeze_shared(draft)
     for name, array in named_arrays(draft.trainable_parameters()):
         if not mx.issubdtype(array.dtype, mx.floating):
             raise ModelError(
-                f"{name} is quantised in a way that cannot be undone here (experts are): name a target that is not"
+                f"{name} is quantised in a way that cannot be undone here (experts are): use a target that is not"
             )
     dtypes = {name: array.dtype for name, array in named_arrays(draft.parameters())}
     draft.update(tree_map(lambda array: array.astype(mx.float32), draft.trainable_parameters()))
@@ -246,11 +248,11 @@ def _prepare_training(draft: nn.Module) -> dict[str, mx.Dtype]:
 
 
 def _plan(draft: nn.Module, folder: Path, recipe: Recipe, length: int) -> TrainingPlan:
-    """How a batch of texts of this length is computed in the memory that the models leave. folder: of the draft's config.json.
-    Raises TrainingOutOfMemory where there is no room for one text."""
+    """How a batch of texts of this length is computed in the memory that the models leave. folder: contains the draft's
+    config.json. Raises TrainingOutOfMemory when not even one text fits."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     steps = UNROLLED if isinstance(draft, eagle.Model) else 1
-    # Gradients, their sum and both moments of AdamW; and all weights as the loss casts them.
+    # Gradients, their sum and both moments of AdamW; plus all weights as cast by the loss.
     own = 4 * sum(array.nbytes for _, array in named_arrays(draft.trainable_parameters()))
     own += sum(array.size * mx.float32.size for _, array in named_arrays(draft.parameters()))
     value = {"float32": mx.float32, "bfloat16": mx.bfloat16}[recipe.dtype].size
@@ -262,7 +264,7 @@ def _plan(draft: nn.Module, folder: Path, recipe: Recipe, length: int) -> Traini
         least = smallest_plan(shape, batch=recipe.batch, length=length, shortest=length)
         raise TrainingOutOfMemory(
             f"distilling takes {least.peak_bytes / 2**30:.1f} GiB of memory besides the models for one text of "
-            f"{length} tokens, and {free / 2**30:.1f} GiB are free: a smaller --length takes less"
+            f"{length} tokens, and {free / 2**30:.1f} GiB are free: use a smaller --length"
         )
     return plan
 
@@ -289,7 +291,7 @@ def _distil(
     ranks: Ranks,
     report: Report,
 ) -> TrainReport:
-    """Train with `steps` batches, which every process has, each computed as its own plan says."""
+    """Trains with `steps` batches. All processes have the same number; each computes them by its own plan."""
     with recomputed_blocks(draft, on=plan.recompute):
         return train(
             draft,
@@ -305,7 +307,7 @@ def _distil(
 def _write_vocabulary(
     target: Loaded, draft: nn.Module, text: TargetText, size: int, folder: Path, report: Report
 ) -> None:
-    """Write the reduced vocabulary, unless this draft's head cannot be cut."""
+    """Writes the reduced vocabulary, unless this draft's head cannot be cut."""
     answered = [tokens[role == ANSWER] for tokens, role in zip(text.tokens, text.role, strict=True)]
     width = max(target.tokenizer.get_vocab().values()) + 1
     ids = vocabulary.ranked(answered, sorted(target.tokenizer.eos_token_ids), width)[:size]

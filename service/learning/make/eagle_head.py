@@ -38,28 +38,28 @@ _CONFIG_KEYS = (
     "eos_token_id",
     "quantization",
 )
-"""Keys of config.json that the head takes over from the target."""
+"""Keys of config.json that the head copies from the target."""
 
 
 def default_feature_layers(depth: int) -> list[int]:
-    """The feature layers for a target of `depth` layers, counted from the first: the second, the middle one and the fourth from
-    last (EAGLE-3's); fewer for a small target where these coincide."""
+    """The feature layers for a target of `depth` layers, counted from the first: the second, the middle and the fourth
+    from last, as in EAGLE-3; fewer for a small target where these coincide."""
     return sorted({min(1, depth - 1), max(depth // 2 - 1, 0), max(depth - 4, 0)})
 
 
 def init_eagle_head(target: Loaded, layers: Sequence[int] | None, folder: Path) -> list[int]:
-    """Write the model folder of a head that reads these feature layers of the target (indices, negative ones from the end;
-    None: `default_feature_layers`). Returns them counted from the first.
+    """Writes the model folder of a head that reads these feature layers of the target (indices, negative ones from the
+    end; None: `default_feature_layers`). Returns them counted from the first.
 
-    The head computes the target's last layer over its deepest feature, plus a little noise of everything else it reads. Raises
-    ModelError when an index is out of range, when the target's hidden states cannot be captured, or when its last layer is not
-    a Llama block.
+    The head computes the target's last layer over its deepest feature, plus a little noise from its other inputs.
+    Raises ModelError when an index is out of range, when the target's hidden states cannot be captured, or when its
+    last layer is not a Llama block.
     """
     depth = len(cast("list[object]", getattr(target.model, "layers", [])))
     feature_layers = default_feature_layers(depth) if layers is None and depth else resolve_layers(layers or (), depth)
     config = _head_config(target, feature_layers)
     width = int(config["hidden_size"])
-    # Only to check that its hidden states can be captured.
+    # Checks that its hidden states can be captured.
     HiddenStateCapture(target.model, feature_layers, width).take()
     weights = dict(_named(Model(ModelArgs.from_dict(config))))
     weights |= _initial_fusion(width, len(feature_layers))
@@ -96,19 +96,19 @@ def _initial_fusion(width: int, layers: int) -> dict[str, mx.array]:
 
 
 def _copy_block(weights: dict[str, mx.array], prefix: str, block: nn.Module) -> None:
-    """Put a target block's weights in place of those with this prefix, but for the fusion's. Raises ModelError."""
+    """Replaces the weights with this prefix by a target block's, except the fusion's. Raises ModelError."""
     found = dict(dequantised(block))
     for name in [name for name in weights if name.startswith(prefix) and ".fuse." not in name]:
         own = found.get(name.removeprefix(prefix))
         if own is None or own.shape != weights[name].shape:
             raise ModelError(
-                f"the target's last layer is no Llama block: it has no {name.removeprefix(prefix)} of that shape"
+                f"the target's last layer is not a Llama block: it has no {name.removeprefix(prefix)} of that shape"
             )
         weights[name] = own
 
 
 def _shared_weights(owner: Any, *, tied: bool) -> dict[str, mx.array]:
-    """The target's final norm, embeddings and output head, as they are stored."""
+    """The target's final norm, embeddings and output head, in their stored form."""
     modules = {"model.norm.": owner.model.norm, "model.embed_tokens.": owner.model.embed_tokens}
     if not tied:
         modules["lm_head."] = owner.lm_head

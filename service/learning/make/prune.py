@@ -20,11 +20,11 @@ _LAYER = re.compile(r"^(?P<head>.*\blayers\.)\d+\.")
 
 
 def prune(target: Loaded, layers: Sequence[int], folder: Path) -> list[int]:
-    """Write a model folder with `layers` of the target (indices, negative ones from the end), dequantised, and everything else
-    unchanged.
+    """Writes a model folder with `layers` of the target (indices, negative ones from the end), dequantised, and
+    everything else unchanged.
 
-    Returns the layers counted from the first. Raises ModelError when an index is out of range or the family does not have its
-    layers in one list.
+    Returns the layers counted from the first. Raises ModelError when an index is out of range or the family's layers
+    are not in one list.
     """
     depth = target.config.get("num_hidden_layers")
     if not isinstance(depth, int) or len(cast("list[object]", target.model.layers)) != depth:
@@ -49,8 +49,8 @@ def prune(target: Loaded, layers: Sequence[int], folder: Path) -> list[int]:
 
 
 def resolve_layers(layers: Sequence[int], depth: int) -> list[int]:
-    """Indices into `depth` layers, counted from the first; negative ones are taken from the end. Raises ModelError when they
-    are out of range or not ascending."""
+    """Indices into `depth` layers, counted from the first; negative ones count from the end. Raises ModelError when
+    they are out of range or not ascending."""
     found = [index + depth if index < 0 else index for index in layers]
     if not found or sorted(set(found)) != found or found[0] < 0 or found[-1] >= depth:
         raise ModelError(f"--layers must name layers 0..{depth - 1} in ascending order, each once: got {list(layers)}")
@@ -75,8 +75,8 @@ def dequantised(block: nn.Module) -> list[tuple[str, mx.array]]:
 
 
 def _pruned_config(config: Mapping[str, Any], selected: Sequence[int], depth: int) -> dict[str, Any]:
-    """config.json of the pruned model: the layer count, and every list with one entry a layer (such as layer_types) reduced to
-    the selected layers."""
+    """config.json of the pruned model: the layer count and every per-layer list (such as layer_types), reduced to the
+    selected layers."""
     return {
         name: [value[i] for i in selected] if isinstance(value, list) and len(value) == depth else value
         for name, value in config.items()

@@ -1,7 +1,7 @@
-"""Training text that the target writes itself: whole chats from an empty user turn on, with nothing read from elsewhere.
+"""Training text written by the target itself: whole chats from an empty user turn on, without outside text.
 
-Rows run in step. User turns are sampled at T = 1, answers at their row's own temperature; when a turn ends, the next begins
-(docs/decisions/training.md, "Practice and making a draft").
+Rows advance together. User turns are sampled at T = 1, answers at their row's temperature; when a turn ends, the next
+one begins (docs/decisions/training.md, "Practice and making a draft").
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _LEAST_USER_TEMPERATURE = 0.6
 
 @dataclass(frozen=True, slots=True)
 class TargetText:
-    """tokens: (rows, length) int32. role: (rows, length) uint8, who wrote each token: FORCED (the template), USER, ANSWER.
-    temperature: (rows,) of the answers."""
+    """tokens: (rows, length) int32. role: (rows, length) uint8, the author of each token: FORCED (the template), USER,
+    ANSWER. temperature: (rows,) of the answers."""
 
     tokens: np.ndarray
     role: np.ndarray
@@ -61,8 +61,8 @@ class TargetText:
 
 @dataclass(frozen=True, slots=True)
 class ChatFrame:
-    """Template tokens around the turns: before the first user turn, before an answer, before the next user turn. end: the token
-    that ends a turn."""
+    """Template tokens around the turns: before the first user turn, before an answer, before the next user turn. end:
+    the token that ends a turn."""
 
     opening: list[int]
     answer: list[int]
@@ -81,7 +81,7 @@ class ChatFrame:
         opening, answer, user, _ = text.split(_MARK)
         before, between, behind = (tokenizer.encode(part, add_special_tokens=False) for part in (opening, answer, user))
         end = between[0] if between and between[0] in ends else min(ends)
-        # The target writes the end tokens of its turns itself: the template's tokens are forced from the one after.
+        # The target writes the end token of a turn itself; only the template's tokens after it are forced.
         return cls(before, _after_end(between, ends), _after_end(behind, ends), end)
 
 
@@ -102,13 +102,13 @@ def write_text(
 ) -> TargetText:
     """`rows` texts of `length` tokens, written by the target.
 
-    greedy: share of rows whose answers are greedy; the temperatures of the others are uniform in 0..1. openings: words that
-    user turns begin with, drawn anew for each turn ("": none are forced); with them user turns have lower temperatures, since
-    the openings bring variety. turn: tokens after which a turn is ended, so that rows have more turns and fewer loops. between:
+    greedy: fraction of rows with greedy answers; the temperatures of the others are uniform in 0..1. openings: first
+    words of user turns, drawn for each turn ("": none); with them user turns have lower temperatures, because the
+    openings provide variety. turn: maximum tokens of a turn, so that rows have more turns and fewer loops. between:
     called before every target call.
 
-    Leaves out texts during which the target's logits were not finite: what follows them is junk. Raises NonFiniteLogits where
-    no text is left.
+    Texts during which the target's logits were not finite are left out, because what follows is meaningless. Raises
+    NonFiniteLogits when no text is left.
     """
     between()
     writer = _Writer(target, rows, length, seed, greedy, openings, turn or length)
@@ -116,12 +116,12 @@ def write_text(
         between()
         writer.step(at)
     if not writer.finite.any():
-        raise NonFiniteLogits("the target's logits are not finite in any of the texts that it wrote")
+        raise NonFiniteLogits("the target's logits are not finite in any of the texts it wrote")
     return TargetText(writer.tokens[writer.finite], writer.role[writer.finite], writer.temperature[writer.finite])
 
 
 class _Writer:
-    """Rows that are being written. start: the first position after the template's opening."""
+    """Rows being written. start: the first position after the template's opening."""
 
     def __init__(
         self, target: Loaded, rows: int, length: int, seed: int, greedy: float, openings: Sequence[str], turn: int
@@ -138,10 +138,10 @@ class _Writer:
         self.tokens = np.zeros((rows, length), dtype=np.int32)
         self.role = np.zeros((rows, length), dtype=np.uint8)
         self.finite = np.ones(rows, dtype=np.bool_)
-        """Rows at whose every position the target's logits were finite."""
+        """Rows in which the target's logits were finite at every position."""
         self.cache = RowCache(target.model, rows)
         if (pages := self.cache.pages) is not None:
-            # All of them now: growing copies what is there, and takes the memory of both.
+            # Allocated at once: growing copies the existing pages and needs memory for both.
             pages.pool.set_size(rows * -(-length // PAGE) * len(pages.groups.windows))
         self.start = self._prefill(self.frame.opening[:length])
         longest = max(len(self.frame.answer), len(self.frame.user) + max(map(len, self.openings)))
@@ -153,7 +153,7 @@ class _Writer:
         self.user_temperature = self.rng.uniform(_LEAST_USER_TEMPERATURE, 1.0, rows) if openings else np.ones(rows)
 
     def step(self, at: int) -> None:
-        """Write position `at` of all rows, and let turns that end there be followed by the next."""
+        """Writes position `at` of all rows, and starts the next turn where one ends."""
         drawn = self._sample(at)
         is_forced, forced = self.forced.take()
         self.tokens[:, at] = np.where(is_forced, forced, drawn)
@@ -191,7 +191,7 @@ class _Writer:
         return np.array(drawn)
 
     def _next_turn(self, row: int, *, cut: bool) -> None:
-        """cut: the turn was ended at its limit, so that its end token is forced."""
+        """cut: the turn reached its limit, so its end token is forced."""
         was_user = self.turn_role[row] == USER
         template = self.frame.answer if was_user else [*self.frame.user, *self._opening()]
         self.forced.set(row, [self.frame.end, *template] if cut else template)
@@ -200,19 +200,19 @@ class _Writer:
 
 
 class _ForcedTokens:
-    """Tokens that each row has to take next."""
+    """Tokens that each row must take next."""
 
     def __init__(self, rows: int, longest: int) -> None:
         self.tokens = np.zeros((rows, longest), dtype=np.int32)
         self.left = np.zeros(rows, dtype=np.int64)
 
     def set(self, row: int, tokens: Sequence[int]) -> None:
-        """In place of what the row had left."""
+        """Replaces the row's remaining tokens."""
         self.tokens[row, : len(tokens)] = tokens
         self.left[row] = len(tokens)
 
     def take(self) -> tuple[np.ndarray, np.ndarray]:
-        """(rows,) which rows have one, and what it is (arbitrary where there is none)."""
+        """(rows,) which rows have a forced token, and the token (arbitrary otherwise)."""
         forced = self.left > 0
         first = self.tokens[:, 0].copy()
         self.tokens[forced, :-1] = self.tokens[forced, 1:]
@@ -223,8 +223,8 @@ class _ForcedTokens:
 def first_exchanges(
     text: TargetText, skip: int, ends: Collection[int], longest: int = 128
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """(prompt, output) of each row's first turn and its answer, which is cut at `longest` tokens. The first `skip` rows are
-    left out. ends: ids of end tokens."""
+    """(prompt, output) of each row's first turn and its answer, cut at `longest` tokens. The first `skip` rows are left
+    out. ends: ids of end tokens."""
     for tokens, role in zip(text.tokens[skip:].tolist(), text.role[skip:], strict=True):
         answers = np.flatnonzero(role == ANSWER)
         if not len(answers):

@@ -1,1 +1,1 @@
-"""How a draft would have done on logged generations, without decoding again."""
+"""How a draft would have performed on logged generations, without decoding again."""

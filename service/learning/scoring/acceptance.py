@@ -1,11 +1,11 @@
 """The acceptance rate of every logged output token under any draft, from one teacher-forced pass.
 
-Decoding is lossless, so a logged output is a sample of the target whatever drafted it. Given the output, token x_t would have
-been an accepted draft token with a probability a_t that depends on the draft alone: 1 or 0 under the match rule (its own choice
-is x_t or not), min(1, q(x_t) / p(x_t)) under rejection sampling (Leviathan et al., arXiv 2211.17192).
+Decoding is lossless, so a logged output is a sample of the target whatever drafted it. Given the output, token x_t
+would have been an accepted draft token with a probability a_t that depends only on the draft: 1 or 0 under the match
+rule (whether its choice is x_t), min(1, q(x_t) / p(x_t)) under rejection sampling (Leviathan et al., arXiv 2211.17192).
 
-Rates are (steps, tokens), or (tokens,) where there is one step: row i is a_t of a token that is the (i + 1)-th of its proposal,
-the last row of all later ones too (see `draft_steps`).
+Rates are (steps, tokens), or (tokens,) for a single step: row i is a_t of a token that is the (i + 1)-th of its
+proposal; the last row also covers all later ones (see `draft_steps`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Doubles = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Of one generation. rates: (steps, tokens), the probability that each output token would have been accepted, had it been
-    proposed. agreed: number of output tokens that are the draft's argmax in its first step."""
+    """Acceptance for one generation. rates: (steps, tokens), the probability that each output token would have been
+    accepted if proposed. agreed: number of output tokens that are the draft's argmax in its first step."""
 
     rates: Doubles
     agreed: int
@@ -48,9 +48,9 @@ def acceptance(
 ) -> list[Acceptance]:
     """The acceptance rates of `model` on each generation, in rounds of `k` proposed tokens.
 
-    Greedy texts by argmax; seeded ones by the draft's choice under the same Gumbel noise; unseeded ones from the target's
-    stored log-probability after the sampling transform. vocabulary: width of the target's logits. masks: of answers that had
-    to follow a grammar, under which the draft proposes. between: called before every model call.
+    Greedy texts by argmax; seeded ones by the draft's choice under the same Gumbel noise; unseeded ones from the
+    target's stored log-probability after the sampling transform. vocabulary: width of the target's logits. masks: of
+    answers that had to follow a grammar, which also restrict the draft. between: called before every model call.
     """
     steps = step_count(model, k)
     rates = [np.zeros((steps, len(generation.output))) for generation in generations]
@@ -69,7 +69,7 @@ def acceptance(
                     agreed[members[text]] += int(same)
     for generation, a in zip(generations, rates, strict=True):
         if len(generation.prompt.tokens) < 2:
-            # The engine drafts only after two tokens.
+            # The engine does not draft before a text has two tokens.
             a[:, :1] = 0.0
     return [Acceptance(a, n) for a, n in zip(rates, agreed, strict=True)]
 
@@ -81,11 +81,11 @@ def overlap(
     vocabulary: int,
     between: Callable[[], object] = lambda: None,
 ) -> list[Doubles]:
-    """Sum of min(p, q) over the vocabulary at T = 1 at every output position, (tokens,) for each generation: the acceptance
-    rate of the first token of a proposal under unfiltered sampling.
+    """Sum of min(p, q) over the vocabulary at T = 1 at every output position, (tokens,) for each generation: the
+    acceptance rate of the first token of a proposal under unfiltered sampling.
 
-    From the stored targets: exact over the top, and for the tail the smaller of both tails, which is an upper bound. Raises
-    ValueError when a generation has no targets.
+    Computed from the stored targets: exact over the top; for the tail the smaller of both tails, which is an upper
+    bound. Raises ValueError when a generation has no targets.
     """
     found = [np.zeros(len(generation.output)) for generation in generations]
     stored = [unpack(g.targets) for g in generations if g.targets is not None]
@@ -107,8 +107,8 @@ def overlap(
 
 
 def _by_sampling(generations: Sequence[Generation]) -> list[list[int]]:
-    """Indices of the generations, grouped by what their sampling needs: noise and sorting are computed for a whole span, so
-    only where all of its texts need them."""
+    """Indices of the generations, grouped by the needs of their sampling: noise and sorting are computed for a whole
+    span, so only if all of its texts need them."""
     groups: dict[tuple[bool, ...], list[int]] = {}
     for index, generation in enumerate(generations):
         groups.setdefault(_needs(generation.prompt.sampling), []).append(index)

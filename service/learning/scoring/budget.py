@@ -1,4 +1,4 @@
-"""How many tokens are scored, and which texts that leaves."""
+"""The token budget of scoring, and the selection of texts that fit."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from service.learning.scoring.acceptance import acceptance
 from service.settings import GateSettings
 
 RUN_SHARE = 0.25
-"""Share of a run's time that scoring may take."""
+"""Fraction of a run's time that scoring may take."""
 FEWEST_TOKENS = 2**16
-"""Tokens that are scored in any case where `gate.max_tokens` is not set: a short run would leave too few to judge on."""
+"""Minimum number of scored tokens if `gate.max_tokens` is not set: a short run would leave too few to judge on."""
 LONGEST_SHARE = 1 / 8
-"""A text may have this share of the budget, so that one does not take the place of all others."""
+"""Maximum fraction of the budget for one text, so that it does not displace all others."""
 TIMED_TOKENS = 4096
-"""Tokens of the texts by which speed is measured, at most, unless one text alone has more."""
+"""Maximum tokens of the texts used to measure speed, unless a single text has more."""
 
 
 def token_count(generation: Generation) -> int:
-    """Tokens that one adapter reads to score it."""
+    """Tokens that one adapter reads to score the generation."""
     return len(generation.prompt.tokens) + len(generation.output)
 
 
@@ -37,10 +37,11 @@ def token_budget(
     vocabulary: int,
     between: Callable[[], object],
 ) -> int:
-    """Tokens that each of so many adapters may be scored on.
+    """Tokens that each of `adapters` adapters may be scored on.
 
-    `gate.max_tokens` divided among them, where it is set. Else what `model` reads in `seconds`, by its measured speed on some
-    of these texts; at least FEWEST_TOKENS in all, and at least as many as `gate.min_prompts` texts have, which a verdict needs.
+    `gate.max_tokens` divided among them, if it is set. Otherwise as many as `model` reads in `seconds`, by its measured
+    speed on some of these texts; at least FEWEST_TOKENS in total, and at least as many as `gate.min_prompts` texts
+    have, which a verdict needs.
     """
     if gate.max_tokens is not None:
         return gate.max_tokens // adapters
@@ -53,16 +54,18 @@ def token_budget(
 
 
 def within_budget(texts: Sequence[Generation], budget: int, seed: int) -> list[Generation]:
-    """As many of the texts as have at most `budget` tokens together, in their order: all of them, or a systematic sample in the
-    order of their lengths with a random start. Each text is drawn with the same probability, so that an estimate from the
-    sample favours neither long nor short texts. Where not all fit, texts of more than LONGEST_SHARE of the budget are left
-    out."""
+    """The texts that fit into `budget` tokens, in their order: all of them, or a systematic sample by length with a
+    random start.
+
+    Each text is drawn with the same probability, so that an estimate from the sample favours neither long nor short
+    texts. If not all fit, texts longer than LONGEST_SHARE of the budget are left out.
+    """
     lengths = np.array([token_count(text) for text in texts], dtype=np.int64)
     if lengths.sum() <= budget:
         return list(texts)
     fitting = np.flatnonzero(lengths <= LONGEST_SHARE * budget)
     longest_first = fitting[np.argsort(lengths[fitting], kind="stable")][::-1]
-    # The smallest step whose worst start fits, which takes the longest text of each stratum.
+    # The smallest step that fits even with the worst start, which takes the longest text of each stratum.
     step = next(
         (n for n in range(1, len(fitting)) if lengths[longest_first[::n]].sum() <= budget), max(len(fitting), 1)
     )
@@ -74,7 +77,7 @@ def within_budget(texts: Sequence[Generation], budget: int, seed: int) -> list[G
 def _tokens_per_second(
     model: nn.Module, texts: Sequence[Generation], vocabulary: int, between: Callable[[], object]
 ) -> float:
-    """What one adapter is scored at, without throttling and pauses."""
+    """Scoring speed of one adapter, without throttling and pauses."""
     timed, tokens = [texts[0]], token_count(texts[0])
     for text in texts[1:]:
         tokens += token_count(text)

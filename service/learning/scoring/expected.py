@@ -1,6 +1,6 @@
 """Expected target calls, accepted tokens and speed of speculative decoding over a text with known acceptance rates.
 
-Rounds over acceptance rates a_t (see `acceptance`) are a renewal process, of which the expected number of target calls is
+Rounds over acceptance rates a_t (see `acceptance`) are a renewal process, so the expected number of target calls is
 computed exactly.
 """
 
@@ -22,9 +22,9 @@ Rates: TypeAlias = Sequence[float] | Doubles
 def expected_calls(rates: Rates, k: int) -> float:
     """Expected number of target calls to emit all tokens of `rates`, with draft length `k`.
 
-    A round that starts at t accepts exactly j < k tokens with probability a_t .. a_{t+j-1} (1 - a_{t+j}), all k with
-    a_t .. a_{t+k-1}, and emits one token more than it accepts, never past the end. With r(t) the probability that some round
-    starts at t (r(0) = 1), the calls are the sum of r.
+    A round that starts at t accepts exactly j < k tokens with probability a_t .. a_{t+j-1} (1 - a_{t+j}), and all k
+    with probability a_t .. a_{t+k-1}. It emits one token more than it accepts, but never past the end. With r(t) the
+    probability that some round starts at t (r(0) = 1), the number of calls is the sum of r.
     """
     return float(_starts(_by_step(rates), [k]).sum())
 
@@ -36,8 +36,8 @@ def calls_by_length(rates: Rates, k: int) -> tuple[float, ...]:
 
 
 def expected_positions(rates: Rates, k: int) -> tuple[Doubles, Doubles]:
-    """How often each of the k positions of a proposal is expected to be tested, and to be accepted, (k,) each. A position is
-    tested where all before it were accepted and the text goes on."""
+    """Expected number of times each of the k positions of a proposal is tested and accepted, (k,) each. A position is
+    tested if all earlier ones were accepted and the text continues."""
     a = _by_step(rates)
     reach = _starts(a, [k])[0]
     tested, accepted = np.zeros(k), np.zeros(k)
@@ -50,7 +50,7 @@ def expected_positions(rates: Rates, k: int) -> tuple[Doubles, Doubles]:
 
 
 def expected_accepted(rates: Rates, rounds: Sequence[Round]) -> float:
-    """Number of draft tokens expected to be accepted in these rounds, each from its start at its draft length."""
+    """Expected number of accepted draft tokens in these rounds, each with its start and draft length."""
     a = _by_step(rates)
     steps, count = a.shape
     return sum(
@@ -61,9 +61,9 @@ def expected_accepted(rates: Rates, rounds: Sequence[Round]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Of a draft at draft length k. tokens_per_call: acceptance length. rates: (k,), how often each position of a proposal is
-    accepted where all before it were; 0 where none is ever tested. tokens_per_second: of all rows together; None without
-    costs."""
+    """Forecast for a draft at draft length k. tokens_per_call: acceptance length. rates: (k,), acceptance rate of each
+    position given that all earlier ones were accepted; 0 if it is never tested. tokens_per_second: of all rows
+    together; None without costs."""
 
     k: int
     tokens_per_call: float
@@ -72,8 +72,8 @@ class Forecast:
 
 
 def forecast(found: Sequence[Acceptance], k: int, costs: Costs | None = None, rows: int = 1) -> Forecast:
-    """Forecast from the acceptance rates of texts with at least one token in all. costs: of target and draft on the machine
-    that would serve, `rows` requests at a time."""
+    """Computes a forecast from the acceptance rates of texts with at least one token in total. costs: of target and
+    draft on the serving machine. rows: concurrent requests."""
     tokens = sum(one.rates.shape[-1] for one in found)
     per_call = tokens / sum(expected_calls(one.rates, k) for one in found)
     tested, accepted = np.zeros(k), np.zeros(k)
@@ -95,10 +95,10 @@ def _starts(a: Doubles, lengths: Sequence[int]) -> Doubles:
     count, longest = a.shape[1], max(lengths)
     # Rates past the end are arbitrary: whatever is accepted there, the request is over.
     past_end = np.pad(a, ((0, 0), (0, longest + 1)))
-    # (tokens, longest + 1): the rates of a round that starts there.
+    # (tokens, longest + 1): the rates of a round that starts at each token.
     ahead = np.stack([past_end[min(i, len(a) - 1), i : i + count] for i in range(longest + 1)], axis=1)
     at_least = np.concatenate([np.ones((count, 1)), np.cumprod(ahead[:, :longest], axis=1)], axis=1)
-    # Probability that a round which starts at t accepts exactly so many tokens: after k of them the proposal ends.
+    # Probability that a round starting at t accepts exactly n tokens: after k of them the proposal ends.
     exactly = np.stack([at_least * np.where(np.arange(longest + 1) == k, 1.0, 1.0 - ahead) for k in lengths])
     for row, k in zip(exactly, lengths, strict=True):
         row[:, k + 1 :] = 0.0

@@ -36,8 +36,8 @@ def score(
 ) -> list[Score]:
     """How `model` would have drafted each generation at draft lengths 1 to `k`.
 
-    vocabulary: width of the target's logits. masks: of answers that had to follow a grammar. adapter: the model's id, to
-    compare the rounds that it drafted with what is expected of them; None: it drafted none. between: called before every model
+    vocabulary: width of the target's logits. masks: of answers that had to follow a grammar. adapter: the model's id,
+    to compare the rounds it drafted with the expectation; None: it drafted none. between: called before every model
     call.
     """
     found = acceptance(model, generations, vocabulary=vocabulary, k=k, masks=masks, between=between)
@@ -45,7 +45,7 @@ def score(
     return [
         Score(
             generation=generation.id,
-            # No tag is empty, so "" cannot be a client's domain.
+            # Tags are never empty, so "" cannot be a client's domain.
             domain=generation.prompt.domain or "",
             tokens=len(generation.output),
             agreed=result.agreed,
@@ -60,11 +60,11 @@ def score(
 
 
 def predictable_rounds(generation: Generation, adapter: int) -> list[Round]:
-    """The rounds that `adapter` drafted, where its acceptance rates determine exactly what is accepted. None of a text that
+    """The rounds drafted by `adapter` whose accepted tokens are fully determined by its acceptance rates. Excludes texts that
 
-    - is sampled without a seed: its draft lengths depend on proposed tokens, which are not in the text;
-    - had to follow a grammar: on a GPU later tokens of a proposal are drafted without its mask;
-    - another adapter began, whose keys and values the row still has.
+    - are sampled without a seed: their draft lengths depend on proposed tokens, which are not in the text;
+    - had to follow a grammar: on a GPU, later tokens of a proposal are drafted without its mask;
+    - were started by another adapter, whose keys and values the row still has.
     """
     exact = generation.prompt.sampling.rule is AcceptRule.MATCH and generation.grammar is None
     if not exact or any(round.adapter != adapter for round in generation.rounds):
@@ -73,5 +73,5 @@ def predictable_rounds(generation: Generation, adapter: int) -> list[Round]:
 
 
 def scores_message(scores: Mapping[str, Sequence[Score]]) -> dict[str, list[dict[str, object]]]:
-    """Scores by adapter, as the child sends them."""
+    """Scores by adapter, in the form that the child sends."""
     return {name: [asdict(one) for one in each] for name, each in scores.items()}

@@ -1,5 +1,5 @@
-"""The rounds that a draft would have had on a greedy or seeded text, and the failure cases they would have left: what the
-engine logs at a fixed draft length, without decoding (docs/decisions/training.md, "Scoring")."""
+"""The rounds a draft would have had on a greedy or seeded text, and the failure cases they would have left. This is
+what the engine logs at a fixed draft length, obtained without decoding (docs/decisions/training.md, "Scoring")."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from service.learning.masks import NO_MASKS, Masks
 from service.learning.teacher_forcing import Span, response_logits
 
 TIE_MARGIN = 1e-3
-"""Nats below which a rejection is a tie: `engine.tie_margin` by default."""
+"""Nats below which a rejection counts as a tie; the default of `engine.tie_margin`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """generation: with the rounds and cases that a draft would have left. agreed: number of output tokens that are the draft's
-    choice in its first step."""
+    """generation: with the rounds and cases that the draft would have left. agreed: number of output tokens that are
+    the draft's choice in its first step."""
 
     generation: Generation
     agreed: int
@@ -33,7 +33,7 @@ class Simulated:
 
 @dataclass(frozen=True, slots=True)
 class _Proposals:
-    """What the draft would have proposed at every output position of a text, by draft step. tokens: (steps, tokens). q: their
+    """The draft's proposal at every output position of a text, by draft step. tokens: (steps, tokens). q: their
     probabilities at T = 1, (steps, tokens)."""
 
     tokens: NDArray[np.int64]
@@ -49,21 +49,21 @@ def simulate_rounds(
     vocabulary: int,
     masks: Masks = NO_MASKS,
 ) -> list[Simulated]:
-    """The generations as they would be, had `model` drafted `k` tokens a round. They have to be greedy or seeded and to have
-    targets; otherwise raises ValueError.
+    """The generations as if `model` had drafted `k` tokens a round. They must be greedy or seeded and have targets;
+    otherwise raises ValueError.
 
-    adapter: the id that the rounds get. vocabulary: width of the target's logits. masks: of answers that had to follow a
-    grammar, under which the draft proposes. A case's p is 0 where its token is not among the target's stored ones.
+    adapter: the id recorded for the rounds. vocabulary: width of the target's logits. masks: of answers that had to
+    follow a grammar, which also restrict the draft. A case's p is 0 if its token is not among the target's stored ones.
     """
     if any(g.prompt.sampling.rule is not AcceptRule.MATCH or g.targets is None for g in generations):
-        raise ValueError("only greedy and seeded generations with targets have one course of rounds")
+        raise ValueError("rounds can only be simulated for greedy and seeded generations with targets")
     steps = step_count(model, k)
     proposals = [
         _Proposals(np.zeros((steps, len(g.output)), dtype=np.int64), np.zeros((steps, len(g.output))))
         for g in generations
     ]
     for greedy in (True, False):
-        # Greedy texts are a group of their own: noise over the vocabulary costs more than everything else.
+        # Greedy texts form a separate group: noise over the vocabulary costs more than everything else.
         members = [i for i, g in enumerate(generations) if g.prompt.sampling.greedy is greedy]
         texts = [(generations[i].prompt.tokens, generations[i].output) for i in members]
         text_masks = [masks.get(generations[i].id) for i in members]
@@ -76,9 +76,9 @@ def simulate_rounds(
 
 
 def walk_rounds(matches: NDArray[np.bool_], k: int, first: int) -> list[tuple[int, int, int, int]]:
-    """(start, drafted, accepted, emitted) of every round. matches: (steps, tokens), whether the draft's token at each output
-    position is the one that was emitted, by draft step, later steps as the last. first: draft length of the first round; `k` is
-    that of all others."""
+    """(start, drafted, accepted, emitted) of every round. matches: (steps, tokens), whether the draft's token at each
+    output position is the emitted one, by draft step; later steps use the last row. first: draft length of the first
+    round; `k`: of all others."""
     steps, count = matches.shape
     found: list[tuple[int, int, int, int]] = []
     start, drafted = 0, first
@@ -93,8 +93,8 @@ def walk_rounds(matches: NDArray[np.bool_], k: int, first: int) -> list[tuple[in
 
 
 def _choice(span: Span, owners: Sequence[Generation]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """What the draft would have proposed at every position of a span, and its probability at T = 1; 0 where no token that it
-    may propose is allowed."""
+    """The draft's proposal at every position of a span, and its probability at T = 1; 0 if no token that it may propose
+    is allowed."""
     width = span.logits.shape[-1]
     batch = SamplingBatch.of([owner.prompt.sampling for owner in owners], width)
     logprobs = transform(span.logits[:, None], batch)
@@ -111,7 +111,7 @@ def _with_rounds(g: Generation, proposals: _Proposals, k: int, adapter: int) -> 
     matches = proposals.tokens == np.array(g.output)
     rounds: list[Round] = []
     cases: list[FailureCase] = []
-    # The engine drafts only after two tokens.
+    # The engine does not draft before a text has two tokens.
     for start, drafted, accepted, emitted in walk_rounds(matches, k, k if len(g.prompt.tokens) > 1 else 0):
         rounds.append(Round(adapter, start, drafted, accepted, emitted))
         at = start + accepted
@@ -120,9 +120,9 @@ def _with_rounds(g: Generation, proposals: _Proposals, k: int, adapter: int) -> 
         place = min(accepted, len(matches) - 1), at
         token, q = int(proposals.tokens[place]), float(proposals.q[place])
         if g.grammar is not None and q == 0.0:
-            continue  # As in the engine: a token that the grammar forbids was not rejected by the target.
+            continue  # As in the engine: the grammar, not the target, rejected the token.
         if g.prompt.sampling.penalised and token == ids[at][0]:
-            continue  # Nor was one that it prefers, and a penalty keeps it from.
+            continue  # As above: a penalty, not the target's preference, rejected the token.
         cases.append(_case(g, at, token, q, ids[at], logprobs[at]))
     return Simulated(replace(g, rounds=tuple(rounds), cases=tuple(cases)), int(matches[0].sum()))
 

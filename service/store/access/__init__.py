@@ -1,1 +1,1 @@
-"""Who may call: API keys and sessions of the page."""
+"""Access: API keys and sessions of the page."""

@@ -1,4 +1,4 @@
-"""API keys and the page's sessions. The database holds SHA-256 hashes of them alone: both are random, 256 bits each, so that a
+"""API keys and the page's sessions. The database only holds their SHA-256 hashes: both are random with 256 bits, so a
 slow hash would add nothing."""
 
 from __future__ import annotations
@@ -18,28 +18,29 @@ from service.store.tables import api_keys, page_sessions
 from service.store.times import time_of, utc
 
 PREFIX = "rd-"
-"""Of every key that is made here, so that scanners of repositories can know one."""
+"""Prefix of every generated key, so that secret scanners can recognise it."""
 SECRET_BYTES = 32
 SESSION_HOURS = 12
 MAX_SESSIONS = 32
-"""Open sessions of one key. Each request with a cookie is compared with all of them."""
+"""Maximum open sessions per key. Each request with a cookie is compared with all of them."""
 CONFIGURED = {Access.CLIENT: "api-key", Access.OPERATOR: "operator-key"}
-"""Names of the keys that settings give. Who shares a key's name would share its cached prefixes, look-ups and erasures."""
+"""Names of the keys from the settings. They are reserved: callers with the same key name share prefixes, prompt lookup
+and erasures."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What opens something now, by hash. made: how many keys were ever made, revoked ones too."""
+    """The currently valid keys and sessions, by hash. made: number of keys ever created, including revoked ones."""
 
     made: int = 0
     keys: tuple[tuple[bytes, ApiKey], ...] = ()
     sessions: tuple[tuple[bytes, bytes, datetime], ...] = ()
-    """With the hashes of their keys, and their ends."""
+    """Sessions with the hashes of their keys and their expiry times."""
 
 
 def digest(secret: str) -> bytes:
-    """The hash of a key or session, as it is stored."""
+    """The hash of a key or session in its stored form."""
     return hashlib.sha256(secret.encode()).digest()
 
 
@@ -50,17 +51,17 @@ class Keys:
         self._db = database
 
     def create(self, name: str, access: Access) -> str:
-        """Make a key; its secret, which is shown this once. Raises BadRequest for a name that is none, Conflict where there is
-        or was a key of this name, or settings may give one."""
+        """Creates a key and returns its secret, which is shown only once. Raises BadRequest for an invalid name,
+        Conflict if a key of this name exists, existed or may come from the settings."""
         if not NAME.fullmatch(name):
-            raise BadRequest("names of keys are 1 to 64 letters, digits, dots, dashes and underscores", field="name")
+            raise BadRequest("key names are 1 to 64 letters, digits, dots, dashes and underscores", field="name")
         if name in CONFIGURED.values():
-            raise Conflict(f"{name} is the name of a key that settings give")
+            raise Conflict(f"{name} is reserved for a key from the settings")
         secret = PREFIX + secrets.token_urlsafe(SECRET_BYTES)
 
         def work(connection: Connection) -> None:
             if connection.execute(select(api_keys.c.name).where(api_keys.c.name == name)).first() is not None:
-                raise Conflict(f"there is or was a key named {name}: names are used once")
+                raise Conflict(f"a key named {name} exists or existed: names cannot be reused")
             made = {"role": access.role, "hash": digest(secret), "created_at": time_of(connection)}
             connection.execute(insert(api_keys).values(name=name, **made))
 
@@ -68,13 +69,13 @@ class Keys:
         return secret
 
     def all(self) -> Sequence[ApiKey]:
-        """Every key, revoked ones too, in the order in which they were made."""
+        """Every key, including revoked ones, in order of creation."""
         with self._db.read() as connection:
             rows = connection.execute(select(api_keys).order_by(api_keys.c.created_at, api_keys.c.name)).all()
         return [_key(row) for row in rows]
 
     def revoke(self, name: str) -> ApiKey:
-        """End a key and its sessions. Idempotent. Raises NotFound."""
+        """Revokes a key and ends its sessions. Idempotent. Raises NotFound."""
 
         def work(connection: Connection) -> ApiKey:
             this = api_keys.c.name == name
@@ -89,7 +90,7 @@ class Keys:
         return self._db.write(work).result()
 
     def known(self) -> Known:
-        """What opens something now."""
+        """The currently valid keys and sessions."""
         with self._db.read() as connection:
             now = time_of(connection)
             keys = connection.execute(select(api_keys)).all()
@@ -101,8 +102,8 @@ class Keys:
         )
 
     def open_session(self, key: str) -> str:
-        """Open a session of the page with the key of this secret; the session's secret. It is worth as much as the key, and no
-        longer. Removes sessions that have ended, and the oldest ones of this key beyond MAX_SESSIONS."""
+        """Opens a session of the page with this key and returns its secret. The session has the key's access and ends
+        with it at the latest. Removes expired sessions, and this key's oldest ones beyond MAX_SESSIONS."""
         secret = secrets.token_urlsafe(SECRET_BYTES)
 
         def work(connection: Connection) -> None:
@@ -119,7 +120,7 @@ class Keys:
         return secret
 
     def close_session(self, secret: str) -> None:
-        """End a session. Idempotent."""
+        """Ends a session. Idempotent."""
         this = delete(page_sessions).where(page_sessions.c.hash == digest(secret))
         self._db.write(lambda connection: connection.execute(this).rowcount).result()
 

@@ -1,7 +1,7 @@
-"""The token of a home folder: while a server has no API key, it opens what was recorded to the user who owns the folder.
+"""The token of a home folder: while a server has no API key, it gives the folder's owner access to recorded text.
 
-A server cannot tell a request of this machine's user from one that a proxy or an SSH tunnel passes on. Reading a file that only
-its owner can read can tell them apart.
+A server cannot distinguish requests of this machine's user from those passed on by a proxy or an SSH tunnel. The
+ability to read a file that only its owner can read does.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _READ_BYTES = 200
 
 
 def read_token(home: Path) -> str | None:
-    """The token of a home folder. None where there is none, or where the file is not a plain file that this user owns and no
-    other user can read or write."""
+    """The token of a home folder. None if it is missing, or if the file is not a plain file that belongs to this user
+    and that no other user can read or write."""
     try:
-        # Neither a link to another file nor a pipe, which would block.
+        # Refuse a link to another file, and a pipe, which would block.
         descriptor = os.open(home / FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
@@ -40,8 +40,8 @@ def read_token(home: Path) -> str | None:
 
 
 def make_token(home: Path) -> str:
-    """The token of a home folder; a new one where `read_token` finds none. Servers that start at the same time get the same.
-    Raises StoreError where it cannot be written."""
+    """The token of a home folder; creates one if `read_token` finds none. Servers that start at the same time get the
+    same token. Raises StoreError if it cannot be written."""
     try:
         private_folder(home)
         folder = os.open(home, os.O_RDONLY | os.O_DIRECTORY)
@@ -56,7 +56,7 @@ def make_token(home: Path) -> str:
 
 def _write_token(home: Path) -> str:
     token = PREFIX + secrets.token_urlsafe(SECRET_BYTES)
-    # Created with mode 0600 and renamed: at no time is the file readable for others, or incomplete.
+    # Created with mode 0600 and renamed, so that the file is never readable for others or incomplete.
     descriptor, scratch = tempfile.mkstemp(prefix=f".{FILE}-", dir=home)
     try:
         with os.fdopen(descriptor, "w", encoding="ascii") as file:

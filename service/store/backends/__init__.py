@@ -1,1 +1,1 @@
-"""What differs between the databases that Redraft runs on."""
+"""Differences between the supported databases."""

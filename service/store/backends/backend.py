@@ -1,4 +1,4 @@
-"""What differs between the databases that Redraft runs on, and their URLs."""
+"""The interface to the supported databases, and their URLs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PSYCOPG = "postgresql+psycopg"
 
 
 class Backend(Protocol):
-    """An open database. readers: connections whose transactions only read, and see one snapshot."""
+    """An open database. readers: connections with read-only transactions on one snapshot."""
 
     @property
     def readers(self) -> Engine:
@@ -28,25 +28,26 @@ class Backend(Protocol):
         ...
 
     def begin(self, connection: Connection, shared: bool) -> None:
-        """At the beginning of a write transaction: wait until no other writes. shared: but for others that are."""
+        """At the start of a write transaction: waits until no other process writes. shared: does not wait for other
+        shared writes."""
         ...
 
     def pause(self, error: DBAPIError, attempt: int, waited: float) -> float | None:
-        """Seconds after which a write transaction that was not committed may run again; None: not at all. attempt: how many
-        failed before it. waited: seconds since the first of them began."""
+        """Seconds to wait before an uncommitted write transaction is repeated; None: do not repeat. attempt: number of
+        earlier failures. waited: seconds since the first attempt began."""
         ...
 
     def transaction(self, connection: Connection) -> str | None:
-        """The name by which `committed` knows the transaction under way; None: it may run again in any case."""
+        """An identifier of the current transaction for `committed`; None: it may be repeated in any case."""
         ...
 
     def committed(self, transaction: str) -> bool:
-        """Whether a transaction was committed whose connection was lost meanwhile. Raises StoreError where that cannot be
-        known."""
+        """Whether a transaction was committed although its connection was lost. Raises StoreError if that cannot be
+        determined."""
         ...
 
     def scrub(self) -> None:
-        """Remove from the files what was deleted, as far as that is done here."""
+        """Removes deleted data from the files, as far as the database supports it."""
         ...
 
     def integrity(self, connection: Connection) -> str:
@@ -63,18 +64,20 @@ class Backend(Protocol):
 
 
 def parsed(url: str) -> URL:
-    """A database's URL; PostgreSQL's is for psycopg 3, however it is written. Raises StoreError."""
+    """Parses a database's URL; PostgreSQL URLs select psycopg 3, however they are written. Raises StoreError."""
     try:
         found = make_url(url)
     except (ArgumentError, ValueError):
-        # Its text stays out of the error: it may hold a password.
+        # The URL is left out of the error because it may contain a password.
         raise StoreError(
             "the database's URL (store.url) is not one, such as sqlite:////folder/redraft.db or "
             "postgresql://user@host/redraft (special characters of a password as in %40)"
         ) from None
     if found.drivername in {"postgres", "postgresql", PSYCOPG}:
         if "@" in (found.host or ""):
-            raise StoreError("the host in the database's URL (store.url) holds an @: write a password's own as %40")
+            raise StoreError(
+                "the host in the database's URL (store.url) contains an @: write an @ in a password as %40"
+            )
         return found.set(drivername=PSYCOPG)
     if found.get_backend_name() == "sqlite":
         return found
@@ -82,7 +85,7 @@ def parsed(url: str) -> URL:
 
 
 def shown(url: str) -> str:
-    """The database as it may be shown: a file's path, or the URL without its passwords. Raises StoreError."""
+    """The database for display: a file's path, or the URL without its password. Raises StoreError."""
     if (path := sqlite_path(url)) is not None:
         return str(path)
     found = parsed(url)
@@ -97,7 +100,7 @@ def sqlite_path(url: str) -> Path | None:
     if found.get_backend_name() != "sqlite":
         return None
     if not found.database or found.database == ":memory:":
-        raise StoreError("the database must be a file: several processes read it")
+        raise StoreError("the database must be a file, because several processes read it")
     return Path(found.database)
 
 

@@ -1,7 +1,7 @@
-"""PostgreSQL, through psycopg 3: a server that others use too, and whose connections break.
+"""PostgreSQL through psycopg 3: a shared server whose connections can break.
 
-Writes read before they write, and were written for one writer. So each transaction holds an advisory lock of the database,
-alone; those of recorders, which only add generations, share it.
+Write transactions read before they write and assume a single writer. So each transaction holds an advisory lock of the
+database exclusively; recorders, which only add generations, share it.
 """
 
 from __future__ import annotations
@@ -20,27 +20,26 @@ from service.core import StoreError
 from service.store.backends.backend import parsed, plain
 
 OLDEST = 13
-"""The oldest version that can tell whether a transaction was committed (pg_xact_status)."""
+"""The oldest supported version: it can tell whether a transaction was committed (pg_xact_status)."""
 CONNECT_SECONDS = 5
 POOL = 4
-"""Connections that stay open; as many again while they are wanted. The server's limit, 100 by default, is for all processes."""
+"""Connections that stay open; as many again are opened on demand. The server's limit, 100 by default, is for all processes."""
 RETRY_SECONDS = 10.0
 LONGEST_PAUSE = 0.5
 LOCK_SECONDS = 10
-"""How long a transaction waits for others."""
+"""Maximum wait of a transaction for other writers."""
 IDLE_SECONDS = 15
-"""After this the server ends a write whose process is silent: it may be stopped, or its host gone, and all others wait for its
-lock, to renew their leases too, which last longer (processes.members)."""
+"""Time after which the server ends a write transaction of a silent process, which may be stopped or on a dead host.
+Meanwhile all others wait for its lock, even to renew their leases, which last longer (processes.members)."""
 MIGRATION_IDLE_SECONDS = 60
-"""The same of a migration, which computes between its statements."""
+"""The same for a migration, which computes between its statements."""
 CONFLICTS = {"40001", "40P01", "55P03"}
-"""SQLSTATEs of transactions that were ended for another's sake: serialization_failure, deadlock_detected,
-lock_not_available."""
+"""SQLSTATEs of transactions aborted because of another one: serialization_failure, deadlock_detected, lock_not_available."""
 TAKEN = "23505"
-"""SQLSTATE unique_violation. All that could violate one reads first, so another writer came between: once more, it sees
-what that one wrote."""
+"""SQLSTATE unique_violation. All code that could cause one reads first, so another writer interfered: on a retry it
+sees that row."""
 WRITING = 0x7265647261667421
-"""The advisory lock of whoever writes or migrates the database."""
+"""The advisory lock of processes that write or migrate the database."""
 
 
 class Postgres:
@@ -49,21 +48,21 @@ class Postgres:
     def __init__(self, url: str, *, read_only: bool) -> None:
         self._engine = make_engine(url)
         self.readers = self._engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
-        # Each statement sees what was committed before it: after the wait for the lock, all that others wrote.
+        # Each statement sees everything committed before it: after the wait for the lock, all other writes.
         self.writers = self._engine.execution_options(isolation_level="READ COMMITTED", postgresql_readonly=read_only)
 
     def begin(self, connection: Connection, shared: bool) -> None:
-        """Take the lock, which the end of the transaction frees."""
+        """Takes the lock, which the end of the transaction releases."""
         lock = "pg_advisory_xact_lock_shared" if shared else "pg_advisory_xact_lock"
         _take(connection, lock, lock_timeout=LOCK_SECONDS, idle_in_transaction_session_timeout=IDLE_SECONDS)
 
     def pause(self, error: DBAPIError, attempt: int, waited: float) -> float | None:
-        """Conflicts with other writers, and lost connections."""
+        """Retries after conflicts with other writers and lost connections."""
         state = _state(error)
         again = attempt < 2 if state == TAKEN else state in CONFLICTS or _lost(error)
         if not again or waited > RETRY_SECONDS:
             return None
-        # By chance, or those that met would meet again.
+        # Random, so that conflicting transactions do not meet again.
         return random.uniform(0.5, 1.0) * _backoff(attempt)
 
     def transaction(self, connection: Connection) -> str | None:
@@ -71,7 +70,7 @@ class Postgres:
         return connection.execute(text("SELECT CAST(pg_current_xact_id_if_assigned() AS text)")).scalar()
 
     def committed(self, transaction: str) -> bool:
-        """The server's answer, once it answers and the transaction is over."""
+        """The server's answer, once it responds and the transaction is over."""
         status = text("SELECT pg_xact_status(CAST(CAST(:number AS text) AS xid8))")
         end = time.monotonic() + RETRY_SECONDS
         for attempt in itertools.count():
@@ -83,14 +82,14 @@ class Postgres:
                 break
             time.sleep(_backoff(attempt))
         raise StoreError(
-            "the connection was lost while a write was committed; whether it was, the database does not say"
+            "the connection was lost during a commit, and the database cannot tell whether the write was committed"
         )
 
     def scrub(self) -> None:
-        """Nothing: deleted rows are out of reach, and VACUUM, which the server starts by itself, removes them."""
+        """Does nothing: deleted rows cannot be read any more, and autovacuum removes them."""
 
     def integrity(self, connection: Connection) -> str:
-        """That the server answers; its pages are the operator's to check (pg_amcheck)."""
+        """Checks that the server answers; checking its pages is left to the operator (pg_amcheck)."""
         return "ok" if connection.execute(text("SELECT 1")).scalar() == 1 else "no answer"
 
     def size(self, connection: Connection) -> int:
@@ -103,14 +102,14 @@ class Postgres:
 
 
 def make_engine(url: str, poolclass: type[Pool] = QueuePool) -> Engine:
-    """Connections that poolers in transaction mode can hand on: no prepared statements, nothing set for a session. Parameters
-    of the URL (`?sslmode=...`) go to libpq. Raises StoreError without a driver."""
+    """Connections compatible with poolers in transaction mode: no prepared statements, no session settings. URL
+    parameters (`?sslmode=...`) are passed to libpq. Raises StoreError without a driver."""
     found = parsed(url)
     libpq = {
         "application_name": "redraft",
         "client_encoding": "utf8",
         "connect_timeout": str(CONNECT_SECONDS),
-        # A server that went without a word is noticed in half a minute instead of a quarter of an hour.
+        # Detects a dead server within half a minute instead of a quarter of an hour.
         "keepalives_idle": "15",
         "keepalives_interval": "5",
         "keepalives_count": "3",
@@ -124,7 +123,7 @@ def make_engine(url: str, poolclass: type[Pool] = QueuePool) -> Engine:
             pool_pre_ping=True,
             connect_args={"prepare_threshold": None},
             use_native_hstore=False,
-            # Prompts stay out of errors.
+            # Keeps prompts out of errors.
             hide_parameters=True,
             **sizes,
         )
@@ -133,24 +132,24 @@ def make_engine(url: str, poolclass: type[Pool] = QueuePool) -> Engine:
 
 
 def check(url: str) -> None:
-    """Raises StoreError where a database cannot hold the log: an old server, or another encoding than UTF-8."""
+    """Raises StoreError if a database cannot hold the log: an old server, or an encoding other than UTF-8."""
     engine = make_engine(url, NullPool)
     with engine.connect() as connection:
         version = int(connection.execute(text("SHOW server_version_num")).scalar_one()) // 10_000
         encoding = connection.execute(text("SHOW server_encoding")).scalar()
     if version < OLDEST:
-        raise StoreError(f"PostgreSQL is version {version}, {OLDEST} or later is needed")
+        raise StoreError(f"PostgreSQL is version {version}, but {OLDEST} or later is required")
     if encoding != "UTF8":
-        raise StoreError(f"the database's encoding is {encoding}: make one with CREATE DATABASE ... ENCODING 'UTF8'")
+        raise StoreError(f"the database's encoding is {encoding}: create one with CREATE DATABASE ... ENCODING 'UTF8'")
 
 
 def begin_migration(connection: Connection) -> None:
-    """Wait, however long it takes, for whoever migrates the database or writes, and then be alone."""
+    """Waits without a limit for other migrations and writers, then runs exclusively."""
     _take(connection, "pg_advisory_xact_lock", idle_in_transaction_session_timeout=MIGRATION_IDLE_SECONDS)
 
 
 def _take(connection: Connection, lock: str, **seconds: float) -> None:
-    """Take the lock for this transaction, with limits for this transaction, as poolers want it."""
+    """Takes the lock with limits that, like the lock, end with this transaction, as poolers require."""
     limits = "".join(f"set_config('{name}', '{value}s', true), " for name, value in seconds.items())
     connection.execute(text(f"SELECT {limits}{lock}(:key)"), {"key": WRITING})
 
@@ -160,7 +159,7 @@ def _state(error: DBAPIError) -> str | None:
 
 
 def _lost(error: DBAPIError) -> bool:
-    """Whether there is no connection, or none any more."""
+    """Whether there is no connection any more."""
     not_made = isinstance(error, OperationalError) and error.statement is None
     return error.connection_invalidated or not_made
 

@@ -1,6 +1,6 @@
 """SQLite: one file, one writer at a time.
 
-"database is locked" is not cured by WAL and a timeout alone: a transaction that reads and then writes fails at once. So every
+WAL and a timeout do not prevent "database is locked": a transaction that reads and then writes fails at once. So every
 write transaction begins IMMEDIATE.
 """
 
@@ -34,10 +34,10 @@ class Sqlite:
         self.writers = self.readers.execution_options(redraft_write=True)
 
     def begin(self, connection: Connection, shared: bool) -> None:
-        """BEGIN IMMEDIATE has waited, whatever is written."""
+        """BEGIN IMMEDIATE has already waited for the lock."""
 
     def pause(self, error: DBAPIError, attempt: int, waited: float) -> float | None:
-        """Another process may hold the lock for longer than the timeout (a backup, a shell)."""
+        """Another process (a backup, a shell) may hold the lock for longer than the timeout."""
         if "locked" not in str(error.orig) or attempt >= RETRIES - 1:
             return None
         return 0.05 * 2**attempt
@@ -47,12 +47,11 @@ class Sqlite:
         return None
 
     def committed(self, transaction: str) -> bool:
-        """Never asked: `transaction` names none."""
+        """Never called, because `transaction` returns None."""
         raise AssertionError("unreachable")
 
     def scrub(self) -> None:
-        """The log keeps pages as they were before a deletion, until it is written into the database and cut. Raises StoreError
-        where it could not be."""
+        """The write-ahead log keeps deleted pages until it is checkpointed and truncated. Raises StoreError if that fails."""
         try:
             with self.readers.connect() as connection:
                 ((busy, *_),) = connection.connection.cursor().execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
@@ -76,8 +75,8 @@ class Sqlite:
 
 
 def _write_ahead(path: Path) -> None:
-    """Make it a WAL database, which it then stays. SQLite does not wait for a lock here, whatever the timeout: whoever
-    holds one (a backup, a shell) is waited for by hand. Raises StoreError."""
+    """Switches the database to WAL mode permanently. SQLite ignores the timeout here, so this function retries while
+    another process (a backup, a shell) holds a lock. Raises StoreError."""
     connection = sqlite3.connect(path, timeout=0.0)
     try:
         for attempt in itertools.count():

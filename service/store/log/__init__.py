@@ -1,1 +1,1 @@
-"""What was generated: rows, the texts that runs learn from, failure cases, quarantine, samples."""
+"""The log of generations: rows, texts for runs, failure cases, quarantine, samples."""

@@ -18,15 +18,15 @@ from service.store.times import utc
 
 
 def undrafted(made: Generation) -> bool:
-    """Whether the draft proposed fewer than half of the tokens, so that where it would have been wrong is not known, and the
-    target's probabilities were recorded, so that it can be learnt from."""
+    """Whether the draft proposed fewer than half of the tokens, so that its errors are unknown, although the target's
+    probabilities were recorded and the text can be trained on."""
     proposed = sum(r.emitted for r in made.rounds if r.drafted and r.source is Source.DRAFT)
     return made.targets is not None and 2 * proposed < len(made.output)
 
 
 def add_cases(connection: Connection, seq: int, cases: Sequence[FailureCase]) -> int:
-    """Add the cases of a drafted copy to a text that was recorded undrafted; a position that has a case keeps its own. Returns
-    how many were new."""
+    """Adds the cases of a drafted copy to a text that was recorded undrafted; existing cases are kept. Returns the
+    number of new ones."""
     query = select(failure_cases.c.position, failure_cases.c.tie).where(failure_cases.c.seq == seq)
     known = {row.position: row.tie for row in connection.execute(query)}
     new = [case for case in cases if case.position not in known]
@@ -39,7 +39,7 @@ def add_cases(connection: Connection, seq: int, cases: Sequence[FailureCase]) ->
 
 @dataclass(frozen=True, slots=True)
 class CaseRow:
-    """trained_run: the newest run that learnt from its text as new. created_at: the generation's."""
+    """trained_run: the newest run that learnt from its text as new. created_at: the generation's time."""
 
     id: int
     generation: str
@@ -51,8 +51,8 @@ class CaseRow:
 
 @dataclass(frozen=True, slots=True)
 class CaseContext:
-    """Tokens around a failure case. before: of prompt and answer, up to it. after: of the answer, behind the target's token.
-    tokenizer: fingerprint of the one that they are of."""
+    """Tokens around a failure case. before: of prompt and answer, up to the case. after: of the answer, following the
+    target's token. tokenizer: fingerprint of their tokenizer."""
 
     before: tuple[int, ...]
     after: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""The failure cases in which draft and target disagreed most, and the newest, with the text before them."""
+"""The failure cases in which draft and target disagreed most, and the newest ones, with the text before them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from service.store.tables import failure_cases, generations
 from service.store.times import utc
 
 NEWEST = 2000
-"""Failure cases of which the worst are shown."""
+"""Number of newest failure cases among which the worst are searched."""
 ALIKE = 10
-"""Cases that are read for each that is shown: templated traffic has the same one again and again."""
+"""Cases read per case shown: templated traffic repeats the same ones."""
 CONTEXT = 48
-"""Tokens before a case that are shown with it."""
+"""Number of tokens shown before a case."""
 
 
 def worst_cases(connection: Connection, who: Provenance, limit: int) -> list[Disagreement]:

@@ -1,4 +1,4 @@
-"""What was generated and where the draft failed."""
+"""Recorded generations and their failure cases."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ from service.store.tables import (
 from service.store.times import utc
 
 TRAIN, HELD_OUT = "train", "held_out"
-"""Where a generation belongs: learnt from, or only measured on. Rows of older releases may be "constrained", and neither:
-answers that had to follow a grammar, of which too little is stored."""
+"""The split of a generation: trained on, or only measured on. Rows of older releases may be "constrained", which is
+neither: answers that had to follow a grammar, with too little information stored."""
 TURNS_READ = 10
-"""Generations read for each conversation that is wanted."""
+"""Generations read per wanted conversation."""
 
 
 def split_of(first_user: str) -> str:
-    """One prompt in five is held out, by the hash of the message that names its conversation: a chat that goes on stays on its
-    side."""
+    """Holds out one prompt in five, by the hash of the message that identifies its conversation, so that a continued
+    chat keeps its split."""
     return HELD_OUT if hashlib.sha256(first_user.encode("utf-8", "surrogatepass")).digest()[0] % 5 == 0 else TRAIN
 
 
@@ -64,13 +64,13 @@ _BYTES = sum(
     ),
     start=literal(0),
 )
-"""What a generation takes: its tokens, rounds and probabilities. Rows and indexes take some more."""
+"""Size of a generation: its tokens, rounds and probabilities. Rows and indexes add to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class CaseStats:
-    """requests: generations recorded, copies of a text among them. generations: distinct ones. trained, quarantined: cases of
-    texts that a run learnt from as new, and of quarantined ones."""
+    """requests: recorded generations including copies. generations: distinct ones. trained, quarantined: cases of texts
+    that a run learnt from as new, and of quarantined ones."""
 
     requests: int
     generations: int
@@ -89,8 +89,8 @@ class Generations:
         self._db = database
 
     def add(self, batch: Sequence[Generation]) -> Future[int]:
-        """Store generations and their cases behind whatever is urgent; how many were new. Known ids are left alone; a text
-        that is there already (see rows.text_key) is counted in its row and makes none of its own."""
+        """Stores generations and their cases after urgent writes; returns the number of new ones. Known ids are
+        ignored; a text that is already stored (see rows.text_key) is counted in its existing row."""
 
         def work(connection: Connection) -> int:
             ids = [generation.id for generation in batch]
@@ -118,7 +118,7 @@ class Generations:
         return found
 
     def output_tokens(self, names: Sequence[str]) -> int:
-        """Output tokens of the generations with these ids together."""
+        """Total output tokens of the generations with these ids."""
         query = select(func.sum(generations.c.output_tokens)).where(generations.c.id.in_(list(names)))
         with self._db.read() as connection:
             return connection.execute(query).scalar() or 0
@@ -129,11 +129,11 @@ class Generations:
             return log_end(connection)
 
     def texts_after(self, who: Provenance, seq: int, limit: int) -> list[Text]:
-        """The newest `limit` of this pair that were recorded after one and have an answer, newest first."""
+        """The newest `limit` generations of this pair recorded after `seq` that have an answer, newest first."""
         return [text_of(row) for row in newest_of_pair(self._db, who, limit, *TEXT, after=seq)]
 
     def names_after(self, who: Provenance, seq: int, limit: int) -> list[str]:
-        """Ids of the newest `limit` of this pair that were recorded after one and have an answer, newest first."""
+        """Ids of the newest `limit` generations of this pair recorded after `seq` that have an answer, newest first."""
         return [row.id for row in newest_of_pair(self._db, who, limit, generations.c.id, after=seq)]
 
     def outputs(
@@ -156,11 +156,11 @@ class Generations:
         return [(row.api_key, ids_of(row.output)) for row in rows]
 
     def by_ids(self, ids: Sequence[str]) -> list[Generation]:
-        """Those that are still there, newest first."""
+        """Those that still exist, newest first."""
         return load(self._db, generations.c.id.in_(list(ids)))
 
     def names(self, selection: Selection) -> list[str]:
-        """The ids of those that are selected, oldest first."""
+        """The ids of the selected generations, oldest first."""
         query = select(generations.c.id).where(*selected(selection)).order_by(generations.c.seq)
         with self._db.read() as connection:
             return list(connection.execute(query).scalars())
@@ -225,7 +225,7 @@ class Generations:
 
 
 def _too_many_bytes(connection: Connection, most: int) -> int:
-    """The newest generation that does not fit into so many bytes with those after it; 0: all fit."""
+    """The newest generation that, together with all later ones, exceeds the byte limit; 0: all fit."""
     so_far = func.sum(_BYTES).over(order_by=generations.c.seq.desc()).label("so_far")
     joined = generations.join(generation_targets, generation_targets.c.seq == generations.c.seq, isouter=True)
     sizes = select(generations.c.seq, so_far).select_from(joined).subquery()
@@ -247,9 +247,9 @@ def log_end(connection: Connection) -> int:
 
 
 def remove(connection: Connection, *where: ColumnElement[bool]) -> int:
-    """Delete generations with everything that hangs on them; how many went. No condition: all."""
+    """Deletes generations with everything that refers to them; returns their number. Without conditions: all."""
     gone = connection.execute(delete(generations).where(*where)).rowcount
-    # A reservoir that lost all it held begins again, and its domain's name goes with it.
+    # A reservoir that lost all its texts starts anew, and its domain's name is deleted with it.
     held = select(replay_buffer.c.slot).where(
         replay_buffer.c.domain == replay_domains.c.domain, replay_buffer.c.kind == replay_domains.c.kind
     )
@@ -260,8 +260,7 @@ def remove(connection: Connection, *where: ColumnElement[bool]) -> int:
 
 
 def _counted(connection: Connection, made: Generation) -> bool:
-    """Count a text in the row that it has already; False where it has none. An undrafted text gets the cases of a copy that was
-    drafted."""
+    """Counts a text in its existing row; False if it has none. An undrafted text receives the cases of a drafted copy."""
     same = generations.c.text_key == text_key(made)
     query = select(generations.c.seq).where(same).order_by(generations.c.seq.desc()).limit(1)
     seq = connection.execute(query).scalar()

@@ -1,4 +1,4 @@
-"""Which logged texts a gate measures on, and how many there are."""
+"""Selects the logged texts a gate measures on, and counts them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from service.store.log.likeness import is_client
 from service.store.log.sampler import Text, sample
 
 POOL = 2
-"""Conversations drawn from for each text of a gate, so that successive gates share about half of their texts."""
+"""Conversations drawn from per text of a gate, so that successive gates share about half of their texts."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """What a gate could measure on now: prompts, their conversations, and their output tokens."""
+    """What a gate could measure on now: numbers of prompts, conversations and output tokens."""
 
     prompts: int = 0
     conversations: int = 0
@@ -35,7 +35,7 @@ def draw(stored: Generations, who: Provenance, *, limit: int, run: int, seeds: S
 
 
 def held_out_counts(stored: Generations, who: Provenance, limit: int) -> HeldOut:
-    """How much the next gate could measure on, if it scored `limit` texts at most."""
+    """How much the next gate could measure on if it scored at most `limit` texts."""
     texts = draw(stored, who, limit=limit, run=0)
     tokens = stored.output_tokens([one.id for one in texts])
     return HeldOut(len(texts), len({one.conversation for one in texts}), tokens)

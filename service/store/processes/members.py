@@ -1,6 +1,6 @@
-"""The processes that share a database: one row each, renewed while it lives. A process that was given up can write nothing.
+"""The processes that share a database: one row each, renewed while the process lives. A removed process cannot write anything.
 
-SQLite has one at a time. All times are the database's: the clocks of several machines differ.
+SQLite allows one at a time. All times are the database's, because the clocks of several machines differ.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from service.store.times import time_of, utc
 
 RENEW_SECONDS = 5.0
 FOLLOW_SECONDS = 0.5
-"""How often a process looks for what others have decided."""
+"""Interval at which a process looks for decisions of others."""
 LEASE_SECONDS = 25.0
-"""A process that has not renewed its row for so long is given up."""
+"""A process that has not renewed its row for this long is removed."""
 
 
 class Role(StrEnum):
-    """SERVER: serves, and may train. TRAINER: trains for the servers of its pair. COMMAND: writes while nobody serves."""
+    """SERVER: serves, and may train. TRAINER: trains for the servers of its pair. COMMAND: writes while no server is
+    running."""
 
     SERVER = "server"
     TRAINER = "trainer"
@@ -41,7 +42,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HostProcess:
-    """machine: equal for processes that see each other's ids, which equal host names do not promise."""
+    """machine: equal for processes that see each other's process ids, which equal host names do not guarantee."""
 
     host: str
     machine: str
@@ -61,7 +62,7 @@ class HostProcess:
         return cls(host, " ".join(parts), os.getpid())
 
     def sees_the_end_of(self, other: HostProcess) -> bool:
-        """Whether that process has surely ended. One with this very id was before this one."""
+        """Whether that process has certainly ended. One with this process's own id ran before it."""
         if other.machine != self.machine:
             return False
         if other.pid == self.pid:

@@ -1,5 +1,5 @@
-"""Which text crashes training runs, if any: a bisection over what earlier runs read and how they ended. Pure functions of
-values."""
+"""Finds the text that crashes training runs, if any, by bisection over what earlier runs read and how they ended. Pure
+functions of values."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Texts = frozenset[int]
 
 @dataclass(frozen=True, slots=True)
 class PastRun:
-    """A run that is over, and all the texts of the log that it read."""
+    """A finished run, and all logged texts it read."""
 
     state: RunState
     texts: Texts
 
     @property
     def survived(self) -> bool:
-        """Whether its child got through the texts without crashing."""
+        """Whether its child processed the texts without crashing."""
         return self.state.judged or self.state is RunState.FAILED
 
 
@@ -41,7 +41,7 @@ class Search:
 
     @property
     def open(self) -> bool:
-        """Whether a crash is still unexplained: the next run reads its own texts and no others."""
+        """Whether a crash is still unexplained, so that the next run reads only its own texts."""
         return bool(self.probe or self.avoid)
 
 
@@ -94,7 +94,7 @@ def _since_last_refutation(runs: Sequence[PastRun]) -> Sequence[PastRun]:
 
 
 def _half(texts: Set[int]) -> Texts:
-    """The newer half, the larger one where they differ."""
+    """The newer half; the larger one if their sizes differ."""
     return frozenset(sorted(texts)[len(texts) // 2 :])
 
 

@@ -1,4 +1,4 @@
-"""What adapters were measured to gain against the base draft."""
+"""Measured gains of adapters over the base draft."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Gains:
         self._db.write(work).result()
 
     def newest(self, adapter: int) -> tuple[datetime, MeasuredGain] | None:
-        """The newest measurement of an adapter and when it was made; None: it has none."""
+        """The newest measurement of an adapter and its time, or None."""
         query = select(gains).where(gains.c.adapter == adapter).order_by(gains.c.id.desc()).limit(1)
         with self._db.read() as connection:
             row = connection.execute(query).one_or_none()

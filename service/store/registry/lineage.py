@@ -1,4 +1,4 @@
-"""From a text to the adapters that learnt it, and erasing texts with that knowledge."""
+"""Traces texts to the adapters that learnt them, and erases texts accordingly."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Lineage:
             return {adapter: len(texts) for adapter, texts in _learnt(connection, selected(selection)).items()}
 
     def runs(self, selection: Selection) -> set[int]:
-        """The runs that learn, or learnt, from selected texts."""
+        """The runs that learn or learnt from selected texts."""
         with self._db.read() as connection:
             return set(_texts_by_run(connection, selected(selection)))
 
     def held_out(self, selection: Selection) -> bool:
-        """Whether one of the selected texts is only measured on."""
+        """Whether one of the selected texts is held out."""
         query = select(generations.c.seq).where(generations.c.split == HELD_OUT, *selected(selection)).limit(1)
         with self._db.read() as connection:
             return connection.execute(query).scalar() is not None
@@ -62,7 +62,7 @@ class Lineage:
 
 
 def _texts_by_run(connection: Connection, where: Sequence[ColumnElement[bool]]) -> dict[int, set[int]]:
-    """Of each run the texts (seq) among these generations that it learns from."""
+    """For each run, the texts (seq) among these generations that it learns from."""
     found: dict[int, set[int]] = {}
     query = select(run_texts.c.run, run_texts.c.seq).join_from(
         run_texts, generations, generations.c.seq == run_texts.c.seq
@@ -73,10 +73,10 @@ def _texts_by_run(connection: Connection, where: Sequence[ColumnElement[bool]]) 
 
 
 def _learnt(connection: Connection, where: Sequence[ColumnElement[bool]]) -> dict[int, set[int]]:
-    """Of each adapter the texts among these generations that it, or an adapter that it was trained on top of, learnt from."""
+    """For each adapter, the texts among these generations that it or one of its ancestors learnt from."""
     found: dict[int, set[int]] = {}
     by_run = _texts_by_run(connection, where)
-    # A parent is older than what is trained on top of it.
+    # A parent is older than the adapters trained on it.
     for row in connection.execute(select(adapters.c.id, adapters.c.parent, adapters.c.run).order_by(adapters.c.id)):
         if texts := by_run.get(row.run, set()) | found.get(row.parent, set()):
             found[row.id] = texts

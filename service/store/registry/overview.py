@@ -1,4 +1,4 @@
-"""What the server's page shows of the rows of its pair."""
+"""Data for the server's page from the rows of its pair."""
 
 from __future__ import annotations
 

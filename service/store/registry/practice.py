@@ -1,4 +1,4 @@
-"""What practice of a pair has done, by its runs' rows."""
+"""Past practice of a pair, from its runs' rows."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from service.store.times import utc
 MINUTES = "practice_minutes"
 """In a run's recipe, how long it may practise."""
 NEWEST = 64
-"""Practice runs that are looked at."""
+"""Number of practice runs that are examined."""
 MOST_NEW = 1000
-"""New generations that are counted at most."""
+"""Maximum number of new generations that are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Practised:
 
 
 def practised(database: Database, who: Provenance, now: datetime) -> Practised:
-    """What practice of this pair has done. now: the database's time."""
+    """Past practice of this pair. now: the database's time."""
     runs = training_runs.c
     query = select(runs.state, runs.created_at, runs.finished_at, runs.log_end, runs.config)
     query = query.where(runs.trigger == Trigger.PRACTICE.value, *of_pair(who)).order_by(runs.id.desc()).limit(NEWEST)

@@ -20,14 +20,14 @@ from service.store.tables import generations, run_texts, training_runs
 from service.store.times import utc
 
 RUNS = 64
-"""Past runs of a pair that are looked at."""
+"""Number of past runs of a pair that are examined."""
 _READ = (Role.NEW, Role.WINDOW, Role.REPLAY, Role.RELEASED)
 """Roles of texts that a run's child reads from the log. It learns from none of the SEED texts themselves."""
 
 
 DAY = timedelta(hours=24)
 TYPICAL = 8
-"""Newest runs with a verdict that say how long one takes."""
+"""Number of newest judged runs that determine the typical duration."""
 
 
 @dataclass(frozen=True, slots=True)
