@@ -167,7 +167,7 @@ class Guard:
         # The token does not help here either: it is for this machine.
         if keyless and wanted > Access.PUBLIC and (header := forwarding_header(scope)) is not None:
             raise Forbidden(
-                "this request came through a proxy, and a server without API keys only answers this machine: create "
+                "this request came through a proxy, and a server without API keys only answers this machine: make "
                 "a key first (`redraft keys create NAME`) and send it as `Authorization: Bearer KEY`",
                 field=printable(header),
             )
