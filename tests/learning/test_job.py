@@ -245,7 +245,7 @@ def test_a_run_that_was_cancelled_meanwhile_is_not_published(home: Home) -> None
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"fencing": 0}, "fencing token changed"),
+        ({"fencing": 0}, "fencing token has changed"),
         ({"training": TRAINING | {"memory_gb": 1e-3}}, "GiB of memory may be used"),
         ({"training": TRAINING | {"memory_gb": 1e-3}, "own_texts_only": True}, "GiB of memory may be used"),
         ({"parent": "/nowhere", "parent_id": 3}, "cannot be read"),

@@ -340,8 +340,8 @@ def test_strict_tools_in_free_answers(encoder: TextEncoder) -> None:
             "invalid literal",
         ),
         ({"properties": {"a": 5}}, "an object or a boolean"),
-        ({"properties": ["a"]}, "schema is none"),
-        ({"$ref": "#"}, "schema is none"),
+        ({"properties": ["a"]}, "schema is invalid"),
+        ({"$ref": "#"}, "schema is invalid"),
         ({"type": "array"}, "not an object"),
     ],
 )

@@ -168,7 +168,7 @@ def test_a_trainer_that_is_stopped_beyond_its_lease_publishes_nothing_stale(tmp_
         done = fleet.servers[0].get(f"/train/{second}")
         assert done["state"] in {"promoted", "rejected"}, done
         fleet.trainer.send(signal.SIGCONT)
-        until(lambda: "gave this process up" in fleet.trainer.log.read_text())
+        until(lambda: "missed its lease and was removed" in fleet.trainer.log.read_text())
         time.sleep(1.0)
         assert fleet.servers[0].get(f"/train/{first}")["state"] == "lost"
         database = Database(url)
@@ -205,7 +205,7 @@ def test_clocks_an_hour_apart_change_nothing(tmp_path: Path, url: str, monkeypat
             assert abs(finished - now) < timedelta(minutes=5), "the database's time"
         assert fleet.servers[1].get("/adapters") == fleet.servers[0].get("/adapters")
         logs = [*(one.log.read_text() for one in fleet.servers), fleet.trainer.log.read_text()]
-        assert not [log for log in logs if "gave this process up" in log]
+        assert not [log for log in logs if "missed its lease and was removed" in log]
         ahead, behind = (datetime.fromisoformat(re.findall(r"^(\d{4}-\S+Z) ", log, re.M)[-1]) for log in logs[1:])
         assert timedelta(hours=1.9) < ahead - behind < timedelta(hours=2.1), "their clocks were not off"
 

@@ -253,7 +253,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
 OTHER, RAGGED = "gives other results in a batch than alone", "does not run on rows of unlike length"
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "afm7": (OTHER, {}),
-    "baichuan_m1": ("no layer of its own takes its recurrent state", {"sliding_window_layers": [0]}),
+    "baichuan_m1": ("no module takes its recurrent state", {"sliding_window_layers": [0]}),
     "deepseek_v41": ("keeps a LayerCache in layer 0", {}),
     "gemma2": (RAGGED, {}),
     "gpt_bigcode": (RAGGED, {}),
