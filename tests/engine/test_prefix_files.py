@@ -321,7 +321,7 @@ def test_a_damaged_file_is_logged_and_removed_and_not_used(
         assert path.exists() == (damage is flip)
     changed = (tokens[0] + 1, *tokens[1:])
     assert ask(decoder, changed if damage is other_tokens else tokens).cached_tokens == 0
-    assert not path.exists() and f"{path.name} is damaged" in caplog.text
+    assert not path.exists() and f"removing damaged file {path}" in caplog.text
     assert decoder.prefixes.disk_bytes == 0
 
 

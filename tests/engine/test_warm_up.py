@@ -168,4 +168,4 @@ def test_a_recurrent_model_has_no_more_sizes_than_others(caplog: pytest.LogCaptu
     with caplog.at_level("INFO", logger="service.engine.warm_up"):
         decoder.profile(16)
     # Over 1, 4, 8 and 16 rows, and over one two that are not greedy.
-    assert "rounds of 6 kinds" in caplog.text
+    assert "warmed up 6 kinds of rounds" in caplog.text

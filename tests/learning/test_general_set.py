@@ -62,7 +62,7 @@ def test_a_general_set_that_does_not_add_up_is_refused(tmp_path: Path) -> None:
         replace(good, prompt_lengths=-good.prompt_lengths),
     ):
         wrong.save(file)
-        with pytest.raises(TrainingFailed, match="add up"):
+        with pytest.raises(TrainingFailed, match="inconsistent"):
             GeneralSet.load(file)
 
 

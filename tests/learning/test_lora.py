@@ -175,7 +175,7 @@ def test_a_parent_that_does_not_fit_fails_the_run(tmp_path: Path) -> None:
         lora.warm_start(child, lora.wrap(child, rank=rank, scale=2.0, seed=9), folder, draft)
 
     begin(tmp_path / "ok")
-    with pytest.raises(TrainingFailed, match="rank 8, more than the 4"):
+    with pytest.raises(TrainingFailed, match="rank 8, above the requested 4"):
         begin(tmp_path / "ok", rank=4)
     with pytest.raises(TrainingFailed, match="another draft"):
         begin(tmp_path / "ok", draft="e" * 64)

@@ -83,7 +83,7 @@ def test_a_clean_deletes_what_cannot_serve(installation: Installation) -> None:
 def test_an_operator_removes_what_does_not_serve(installation: Installation) -> None:
     with installation.server(enabled=False) as server:
         first = promoted(server)
-        with pytest.raises(Conflict, match="needed"):
+        with pytest.raises(Conflict, match="its files are in use"):
             server.supervisor.remove_adapter(first.id)
         assert first.folder.is_dir()
         server.supervisor.activate(BARE_DRAFT)

@@ -62,7 +62,8 @@ def test_every_message_of_the_protocol_is_understood() -> None:
 )
 def test_anything_else_is_refused(message: Mapping[str, object]) -> None:
     with pytest.raises(
-        ValueError, match=r"unknown message type|is not (an object|a list|a text|a count|a finite number|above 0)"
+        ValueError,
+        match=r"unknown message type|is not (an object|a list|a string|a non-empty string|a count|a finite number|positive)",
     ):
         parse(message)
 

@@ -404,7 +404,7 @@ def test_two_clicks_on_rollback_go_back_once(installation: Installation) -> None
             server.supervisor.rollback(expected=second.id)
         assert server.engine.active == first.id
         assert server.supervisor.rollback(expected=first.id) is None
-        with pytest.raises(Conflict, match="adapter 0 serves"):
+        with pytest.raises(Conflict, match="adapter 0 is serving"):
             server.supervisor.rollback(expected=first.id)
         check_consistent(server)
 

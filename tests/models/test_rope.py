@@ -233,7 +233,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "ignores partial_rotary",
     ),
     "attention factor": ({"rope_parameters": {**YARN, "attention_factor": 2.0}}, "ignores attention_factor 2"),
-    "a list": ({"rope_parameters": [1e4]}, "no object"),
+    "a list": ({"rope_parameters": [1e4]}, "are not an object"),
     "a base in words": (
         {"rope_parameters": {"rope_theta": "large"}},
         "rope_theta in rope_parameters of config.json is no",

@@ -143,7 +143,7 @@ def test_who_was_given_up_writes_nothing_until_it_has_joined_again(database: Dat
         lambda: runs.progress(run.id, run.fencing, Progress(1, 2)),
         lambda: runs.move(run.id, run.fencing, RunState.TRAINING),
     ):
-        with pytest.raises(StoreError, match="given"):
+        with pytest.raises(StoreError, match="missed its lease"):
             write()
     assert not late.renew()
     late.join()
