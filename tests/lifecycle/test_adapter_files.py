@@ -89,7 +89,7 @@ def test_an_operator_removes_what_does_not_serve(installation: Installation) -> 
         server.supervisor.activate(BARE_DRAFT)
         assert server.supervisor.remove_adapter(first.id).state is AdapterState.REMOVED
         assert not first.folder.exists()
-        with pytest.raises(Conflict, match="deleted already"):
+        with pytest.raises(Conflict, match="already deleted"):
             server.supervisor.remove_adapter(first.id)
         with pytest.raises(NotFound):
             server.supervisor.remove_adapter(99)
