@@ -77,9 +77,11 @@ def test_weights_are_given_back_and_loaded_at_the_next_request(unloading: Unload
     unloading.reaches("unloaded")
     gc.collect()
     assert decoder() is None and parameters() is None, "something still holds the models"
+    # The thread releases what it has freed after it says that it has unloaded.
+    wait_for(lambda: unloading.thread.status().memory.cache == 0, "freed memory is released")
     left = unloading.thread.status().memory
     assert left.weights == left.kv == left.prefix == 0
-    assert left.active <= unloading.active + weights / 10 and left.cache == 0, left
+    assert left.active <= unloading.active + weights / 10, left
     ready = server.request("GET", "/health/ready")
     assert ready.status_code == 200, "a balancer goes on sending requests"
     assert ready.json()["loaded"] is False and ready.json()["adapter"] == unloading.adapters[1].id
