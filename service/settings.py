@@ -198,7 +198,6 @@ class TrainingSettings(Section):
     """Batches whose gradients are averaged for one step."""
     max_length: int = Field(default=512, ge=8)
     """Prompt and response tokens of one example; a longer text becomes several, which overlap by half."""
-    """Loss weight of positions where the draft was first rejected."""
     clip: float = Field(default=1.0, gt=0)
     """Largest norm of a gradient; a larger one is scaled down to it."""
     warmup: Share = 0.1
